@@ -1,0 +1,154 @@
+"""What happens to a node, as frozen values handed to callbacks.
+
+Each event has a one-line text, `str(event)`, which is what the default callback logs. `fields`
+gives the same as plain values for JSON lines. Samples and steps are those of one fragment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """The root. `node` is the id of the node that saw it."""
+
+    node: str
+
+    def fields(self) -> dict[str, Any]:
+        """The event as plain values, with its class name under `event`."""
+        return {"event": type(self).__name__, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        shown = " ".join(f"{name}={_short(value)}" for name, value in pairs if name != "node")
+        return f"{self.node} {type(self).__name__} {shown}".rstrip()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (tuple, list)):
+        return ",".join(_short(item) for item in value) or "-"
+    return str(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCreated(Event):
+    """This node created the run: the first checkpoint and the manifest are in the mailbox."""
+
+    run: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """The node holds the run's newest values and starts to train at `round`."""
+
+    run: str
+    incarnation: int
+    round: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published(Event):
+    """A contribution of this node is in the mailbox."""
+
+    round: int
+    fragment: int
+    version: int  # The version it was computed against.
+    steps: int
+    samples: int
+    final: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """The record of a round has been read, or this node's own write of it confirmed."""
+
+    round: int
+    fragment: int
+    version: int  # The fragment's version after this round.
+    participants: tuple[str, ...]
+    rejected: tuple[str, ...]  # `learner:reason`.
+    expected: int  # Learners that could have taken part.
+    void: bool  # Nothing was accepted, the version stays.
+    closer: str
+    cosine: float  # Mean pairwise cosine of the deltas; 1 with a single one.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aligned(Event):
+    """The node took a committed version of a fragment."""
+
+    round: int
+    fragment: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropped(Event):
+    """Training of this node that will never be merged."""
+
+    round: int
+    fragment: int
+    reason: str  # overwritten, late, rejected, superseded, left, lost
+    steps: int
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waiting(Event):
+    """Training pauses until a round is committed, because `overlap_steps` says so."""
+
+    round: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TookOver(Event):
+    """This node claims the closing of a round from the node that was named for it."""
+
+    round: int
+    claim: int
+    closer: str  # Who was named.
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointed(Event):
+    """A run checkpoint of the values after `round` is complete in the mailbox."""
+
+    round: int
+    prefix: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Degraded(Event):
+    """The store does not answer; training goes on alone."""
+
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """The store answers again and nothing waits to be sent."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    """The node's last event. The four figures are means over the fragments and add up:
+    `processed = merged + dropped + pending`, in samples."""
+
+    because: str
+    steps: int
+    processed: float
+    merged: float
+    dropped: float
+    pending: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something the user will want to look at."""
+
+    message: str

@@ -1,0 +1,59 @@
+"""The store: four verbs, and nothing that needs compare-and-swap.
+
+Objects are created once and never changed, which every bucket and every folder can do. What the
+protocol relies on is written down as tests, in `jdiloco.testing.conformance`:
+
+* `create` lets exactly one of any number of racing writers win, and what can be read afterwards
+  is that writer's bytes, whole;
+* a completed create is seen by every later `get` and `list`, of any process;
+* a writer that dies leaves either its whole object or nothing that a reader can see.
+
+A call that got no clear answer raises `StoreUnavailable`; the write may have landed. Callers
+settle such a doubt by reading back (`jdiloco.store.settle`), never by trusting the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Entry(msgspec.Struct, frozen=True, order=True):
+    """One row of a listing."""
+
+    key: str
+    size: int  # Bytes.
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A place for objects. Keys are `/`-separated parts of `[A-Za-z0-9._-]`."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, as a user would write it."""
+        ...
+
+    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
+        """Writes an object unless the key is taken; several buffers are written one after another.
+
+        Returns True when this call created it and False when something is there already (or a
+        store says so: some do with nothing stored). Raises StoreUnavailable without a clear answer.
+        """
+        ...
+
+    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
+        """The object's bytes, or those from `start` up to `stop`; None when there is none."""
+        ...
+
+    def list(self, prefix: str, *, after: str = "") -> list[Entry]:
+        """Every object whose key begins with `prefix` and is greater than `after`, in key order."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Removes objects; keys that are not there are ignored."""
+        ...
