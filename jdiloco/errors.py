@@ -1,16 +1,16 @@
 """Every exception the library raises, grouped by what the caller would do next.
 
-    JDilocoError
-    |- UsageError             (also a ValueError) the call itself is wrong: change it
-    |  |- RunConfigMismatch       the run was created with other settings
-    |  `- SchemaMismatch          the run trains another model
-    |- StoreUnavailable       no answer, or a doubtful one: the write may have landed; try again
-    |- StoreIgnoresConditions this store cannot carry a run: choose another
-    |- FormatError            bytes that are damaged, forged or of a format this build cannot read
-    |- NodeIdInUse            another living node has this id: choose another
-    |- NodeSuperseded         a newer incarnation of this node exists: stop
-    |- RunReplaced            the mailbox now holds another run: stop
-    `- ClosingFailed          this node can no longer close rounds or reach its mailbox: restart it
+JDilocoError
+|- UsageError             (also a ValueError) the call itself is wrong: change it
+|  |- RunConfigMismatch       the run was created with other settings
+|  `- SchemaMismatch          the run trains another model
+|- StoreUnavailable       no answer, or a doubtful one: the write may have landed; try again
+|- StoreIgnoresConditions this store cannot carry a run: choose another
+|- FormatError            bytes that are damaged, forged or of a format this build cannot read
+|- NodeIdInUse            another living node has this id: choose another
+|- NodeSuperseded         a newer incarnation of this node exists: stop
+|- RunReplaced            the mailbox now holds another run: stop
+`- ClosingFailed          this node can no longer close rounds or reach its mailbox: restart it
 """
 
 

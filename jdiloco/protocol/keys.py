@@ -1,0 +1,162 @@
+"""The key layout: what a poll must know is in key names, and one listing answers it.
+
+| key | what | kind |
+|---|---|---|
+| `manifest` | names the run, its configuration, first checkpoint, closer of round 0 | contested |
+| `creating/{node}.{nonce}.{beat:08}` | somebody is creating the run | owned |
+| `{run}/log/{g}/{r}.0` | round record | contested |
+| `{run}/log/{g}/{r}.1.{n:03}` | n-th claim on the closing of a round | contested |
+| `{run}/log/{g}/{r}.2.{node}.{inc}[.f]` | contribution; `.f`: the node is leaving | owned |
+| `{run}/log/live/{node}.{inc}.{beat:08}.{phase}.{step}.{next}` | beat, empty body | owned |
+| `{run}/data/{r}.{write id}.{anchor,outer}` | payload of one attempt to close a round | owned |
+| `{run}/save/{r}.{node}.{inc}/…` | files of a run checkpoint | owned |
+| `{run}/node/{node}.{inc}` | incarnation | contested |
+
+`r` has ten digits, `g` is `r div 1000` in seven, `inc` has four. Digits sort before letters, so a
+listing after `{run}/log/{g}/{r}` skips every round before `r` and still shows every beat. Contested
+keys are never deleted: a delayed writer would create them a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jdiloco.errors import UsageError
+
+MANIFEST = "manifest"
+CREATING = "creating/"
+NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+PHASES = ("joining", "training", "waiting", "finished", "syncing", "left")
+
+
+def check_node_id(node: str) -> str:
+    """Returns `node` when it can stand in a key, and raises UsageError otherwise."""
+    if not NODE_ID.fullmatch(node):
+        raise UsageError(
+            f"Node id {node!r} cannot be part of a key. "
+            "Use 1 to 40 of a-z, 0-9 and '-', beginning with a letter or digit."
+        )
+    return node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordKey:
+    """A round has a record."""
+
+    round: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimKey:
+    """Somebody claimed the closing of a round; who, is in the object."""
+
+    round: int
+    number: int  # From 1.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class ContributionKey:
+    """A learner has reported to a round."""
+
+    round: int
+    node: str
+    incarnation: int
+    final: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class BeatKey:
+    """A node was alive; the highest `beat` of its highest incarnation is its newest."""
+
+    node: str
+    incarnation: int
+    beat: int
+    phase: str  # One of PHASES.
+    step: int
+    next_round: int
+
+
+LogKey = RecordKey | ClaimKey | ContributionKey | BeatKey
+
+_LOG = re.compile(
+    r"\d{7}/(?P<round>\d{10})\.(?:(?P<record>0)|1\.(?P<claim>\d{3,})"
+    r"|2\.(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})(?P<final>\.f)?)"
+)
+_BEAT = re.compile(
+    r"live/(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})\.(?P<beat>\d{8,})"
+    rf"\.(?P<phase>{'|'.join(PHASES)})\.(?P<step>\d+)\.(?P<next>\d+)"
+)
+_INCARNATION = re.compile(r"(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """Spells and reads the keys of one run."""
+
+    run: str
+
+    @property
+    def log(self) -> str:
+        """The prefix that a poll lists."""
+        return f"{self.run}/log/"
+
+    def after(self, round: int) -> str:
+        """Where a poll starts that has read every record before `round`."""
+        return f"{self.log}{round // 1000:07}/{round:010}"
+
+    def record(self, round: int) -> str:
+        return f"{self.after(round)}.0"
+
+    def claim(self, key: ClaimKey) -> str:
+        return f"{self.after(key.round)}.1.{key.number:03}"
+
+    def contribution(self, key: ContributionKey) -> str:
+        end = ".f" if key.final else ""
+        return f"{self.after(key.round)}.2.{key.node}.{key.incarnation:04}{end}"
+
+    def beat(self, key: BeatKey) -> str:
+        who = f"{key.node}.{key.incarnation:04}.{key.beat:08}"
+        return f"{self.log}live/{who}.{key.phase}.{key.step}.{key.next_round}"
+
+    def payload(self, round: int, write_id: str, part: str) -> str:
+        return f"{self.run}/data/{round:010}.{write_id}.{part}"
+
+    def checkpoint(self, round: int, node: str, incarnation: int, number: int) -> str:
+        """The prefix of a run checkpoint; `number` counts this incarnation's tries."""
+        covered = f"{round:010}" if round >= 0 else "initial"
+        return f"{self.run}/save/{covered}.{node}.{incarnation:04}.{number:04}"
+
+    def incarnations(self, node: str) -> str:
+        """The prefix of a node's incarnations."""
+        return f"{self.run}/node/{node}."
+
+    def incarnation(self, node: str, incarnation: int) -> str:
+        return f"{self.incarnations(node)}{incarnation:04}"
+
+    def parse_incarnation(self, key: str) -> tuple[str, int] | None:
+        """Node and number of an incarnation's key, or None for anything else."""
+        match = _INCARNATION.fullmatch(key.removeprefix(f"{self.run}/node/"))
+        return (match["node"], int(match["inc"])) if match else None
+
+    def parse(self, key: str) -> LogKey | None:
+        """Reads a key below `log`; None for one that nobody of us wrote."""
+        rest = key.removeprefix(self.log)
+        if match := _BEAT.fullmatch(rest):
+            numbers = (int(match[name]) for name in ("inc", "beat"))
+            return BeatKey(
+                match["node"], *numbers, match["phase"], int(match["step"]), int(match["next"])
+            )
+        if not (match := _LOG.fullmatch(rest)):
+            return None
+        round = int(match["round"])
+        if match["record"]:
+            return RecordKey(round)
+        if match["claim"]:
+            return ClaimKey(round, int(match["claim"]))
+        return ContributionKey(round, match["node"], int(match["inc"]), bool(match["final"]))
+
+
+def write_id(node: str, incarnation: int, attempt: int) -> str:
+    """Names one attempt. No two attempts of anybody share one."""
+    return f"{node}.{incarnation:04}.{attempt:04}"

@@ -1,0 +1,340 @@
+"""The learner as a state machine: what trained steps and committed rounds lead to.
+
+    event      what it may lead to
+    trained    Snapshot (a round is due), or nothing
+    follow     Snapshot (the others are waiting for this one)
+    committed  Align, Revert, Drop; then Snapshot when a round was waiting for it
+    finish     Snapshot with what is left, when it flushes
+    leave      Drop
+
+It runs where the user's loop runs and knows no store. Between two events it costs nothing; the
+caller compares two integers to see whether anything can be due (`steps_to_due`).
+
+Rounds are measured by differences: the next round is the one after the newest that was published or
+read, and is due once the learner has trained `gap(round)` steps since it last published or joined.
+In lock step this is the formula of `schedule.due`; a slow or late learner meets whatever round is
+current. A learner that counted from its own first step would never be due again once it had fallen
+behind.
+
+A round is published only when fewer than `in_flight` are outstanding (published and not yet
+aligned) and its fragment has been aligned with the version that round `r - P` left: a delta against
+a version that is about to be replaced could only be rejected as stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+from jdiloco.protocol.records import Ledger, RoundRecord
+from jdiloco.protocol.rules import Life, Rules
+from jdiloco.protocol.schedule import fragment_of, gap
+from jdiloco.types import Counters
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A contribution that was published and whose round has not been read."""
+
+    round: int
+    counters: Counters
+    at_step: int  # Of this life, when the snapshot was taken.
+
+
+NOTHING = Counters()
+NEW_LEDGER = Ledger()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FragmentTraining:
+    """One fragment, as the learner holds it."""
+
+    version: int
+    counters: Counters = NOTHING  # Since the last alignment, published or not.
+    outstanding: Outstanding | None = None
+    behind: bool = False  # A newer version exists whose values have not come.
+    ledger: Ledger = NEW_LEDGER
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LearnerState:
+    """Everything a learner has to remember. `read` is the newest round whose record it knows."""
+
+    life: Life
+    rules: Rules
+    read: int
+    next_round: int
+    fragments: tuple[FragmentTraining, ...]
+    steps: int = 0
+    since: int = 0  # Steps since it last published or joined.
+    last_call: int = 0  # Steps that the newest `trained` covered.
+    follow: int = -1  # A round to publish as soon as there is anything to publish.
+    finishing: bool = False
+    flush: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Subtract the parameters from the anchor, now, and publish the delta."""
+
+    round: int
+    fragment: int
+    version: int
+    counters: Counters
+    ledger: Ledger
+    final: bool
+    empty: bool  # Nothing was trained, but the round must be reported to.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Align:
+    """Take the values that `round` committed."""
+
+    round: int
+    fragment: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Revert:
+    """Go back to the anchor that is held: what was trained since is not finite."""
+
+    round: int
+    fragment: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """This training will never be merged; `reason` is one of `records.DROPS`."""
+
+    round: int
+    fragment: int
+    reason: str
+    counters: Counters
+
+
+Effect = Snapshot | Align | Revert | Drop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class News:
+    """A round record, reduced to what one life of a learner must know of it."""
+
+    round: int
+    fragment: int
+    version: int
+    void: bool
+    merged: bool = False  # It merged this life's contribution.
+    rejected: str = ""  # Why it did not.
+    stranger: bool = False  # It merged a contribution of another life of this node.
+
+    @classmethod
+    def of(cls, record: RoundRecord, life: Life) -> News:
+        """What `record` says to `life`."""
+        rejected = [
+            r.reason
+            for r in record.rejected
+            if (r.node, r.incarnation) == (life.node, life.incarnation)
+        ]
+        lives = [p.incarnation for p in record.participants if p.node == life.node]
+        return cls(
+            round=record.round,
+            fragment=record.fragment,
+            version=record.version,
+            void=record.void,
+            merged=life.incarnation in lives,
+            rejected=rejected[0] if rejected else "",
+            stranger=any(found != life.incarnation for found in lives),
+        )
+
+
+def joined(life: Life, rules: Rules, *, read: int, versions: tuple[int, ...]) -> LearnerState:
+    """A learner that holds the newest values as of round `read` (-1: the initial ones)."""
+    fragments = tuple(FragmentTraining(version) for version in versions)
+    return LearnerState(life, rules, read=read, next_round=read + 1, fragments=fragments)
+
+
+def _with_fragment(state: LearnerState, index: int, held: FragmentTraining) -> LearnerState:
+    fragments = (*state.fragments[:index], held, *state.fragments[index + 1 :])
+    return replace(state, fragments=fragments)
+
+
+def outstanding(state: LearnerState) -> tuple[Outstanding, ...]:
+    """Contributions whose rounds have not been read, oldest first."""
+    found = [held.outstanding for held in state.fragments if held.outstanding is not None]
+    return tuple(sorted(found, key=lambda item: item.round))
+
+
+def waiting_for(state: LearnerState) -> int | None:
+    """The round that training must wait for under `overlap_steps`, or None."""
+    limit = state.rules.overlap_steps
+    if limit is None or state.finishing:
+        return None
+    late = [item.round for item in outstanding(state) if state.steps - item.at_step >= limit]
+    return min(late, default=None)
+
+
+def steps_to_due(state: LearnerState) -> int:
+    """Steps after which `trained` may have an effect; 0 when it may have one now."""
+    if state.follow == state.next_round or state.finishing:
+        return 0
+    return max(0, _gap(state) - state.since)
+
+
+def _gap(state: LearnerState) -> int:
+    rules = state.rules
+    return gap(state.next_round, sync_every=rules.sync_every, fragments=rules.fragments)
+
+
+def trained(
+    state: LearnerState, *, steps: int, samples: int
+) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Counts steps and samples towards every fragment and takes what is due."""
+    more = Counters(steps, samples)
+    fragments = tuple(
+        replace(held, counters=held.counters + more, ledger=held.ledger.train(samples))
+        for held in state.fragments
+    )
+    state = replace(
+        state,
+        fragments=fragments,
+        steps=state.steps + steps,
+        since=state.since + steps,
+        last_call=steps,
+    )
+    return _publish(state)
+
+
+def follow(state: LearnerState, round: int) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """The others wait for this learner in `round`; it publishes with the steps it has."""
+    return replace(state, follow=max(state.follow, round)), ()
+
+
+def finish(state: LearnerState, *, flush: bool) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """No more steps will come. With `flush`, what was trained is published first."""
+    return _publish(replace(state, finishing=True, flush=flush))
+
+
+def _may_publish(state: LearnerState, held: FragmentTraining) -> bool:
+    read_base = state.read >= state.next_round - state.rules.fragments
+    free = len(outstanding(state)) < state.rules.in_flight
+    return read_base and free and held.outstanding is None and not held.behind
+
+
+def _wants_to_publish(state: LearnerState, held: FragmentTraining) -> bool:
+    if state.finishing:
+        return state.flush and _unpublished(state)
+    early = state.follow == state.next_round and held.counters.steps > 0
+    return early or state.since >= _gap(state)
+
+
+def _unpublished(state: LearnerState) -> bool:
+    return any(h.counters.steps > 0 and h.outstanding is None for h in state.fragments)
+
+
+def _publish(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Takes every round that is wanted and allowed, in order; a long call may owe several."""
+    effects = []
+    while True:
+        index = fragment_of(state.next_round, state.rules.fragments)
+        held = state.fragments[index]
+        if not (_wants_to_publish(state, held) and _may_publish(state, held)):
+            return state, tuple(effects)
+        effects.append(
+            Snapshot(
+                state.next_round,
+                index,
+                held.version,
+                held.counters,
+                held.ledger,
+                final=state.finishing,
+                empty=held.counters.steps == 0,
+            )
+        )
+        sent = Outstanding(state.next_round, held.counters, state.steps)
+        state = _with_fragment(state, index, replace(held, outstanding=sent))
+        state = replace(state, next_round=state.next_round + 1, since=_carried(state))
+
+
+def _carried(state: LearnerState) -> int:
+    """Steps of this call beyond the one at which the round fell due, which count for the next."""
+    over = state.since - _gap(state)
+    just_due = over >= 0 and over < state.last_call
+    return over if just_due else 0
+
+
+def committed(
+    state: LearnerState, news: News, *, values: bool
+) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Reads a round record; `values` says whether the version's values are at hand.
+
+    Records come in order, every one of them; of several versions of a fragment only the newest
+    needs values, and the fragment is aligned once.
+    """
+    state = replace(state, read=news.round, next_round=max(state.next_round, news.round + 1))
+    held = state.fragments[news.fragment]
+    held, effects = _void(held, news) if news.void else _advance(held, news, values=values)
+    state, more = _publish(_with_fragment(state, news.fragment, held))
+    return state, (*effects, *more)
+
+
+def _void(held: FragmentTraining, news: News) -> tuple[FragmentTraining, tuple[Effect, ...]]:
+    """The version stays; only what is not finite is lost."""
+    held = replace(held, outstanding=None)
+    if news.rejected != "nonfinite":
+        return held, ()
+    drop = Drop(news.round, news.fragment, "rejected", held.counters)
+    ledger = held.ledger.drop("rejected", held.counters.samples)
+    held = replace(held, counters=Counters(), ledger=ledger)
+    return held, (drop, Revert(news.round, news.fragment))
+
+
+def _advance(
+    held: FragmentTraining, news: News, *, values: bool
+) -> tuple[FragmentTraining, tuple[Effect, ...]]:
+    """A newer version exists: settle what was published, then align when its values are here."""
+    held, effects = _settle(held, news)
+    if not values:
+        return replace(held, behind=True), effects
+    rest = held.counters
+    ledger = held.ledger.drop("overwritten", rest.samples)
+    if rest.steps:
+        effects = (*effects, Drop(news.round, news.fragment, "overwritten", rest))
+    held = FragmentTraining(news.version, ledger=ledger)
+    return held, (*effects, Align(news.round, news.fragment, news.version))
+
+
+def _settle(held: FragmentTraining, news: News) -> tuple[FragmentTraining, tuple[Effect, ...]]:
+    """The outstanding contribution was merged, or never will be."""
+    sent = held.outstanding
+    if sent is None:
+        return held, ()
+    rest = held.counters - sent.counters
+    if news.merged and sent.round == news.round:
+        ledger = held.ledger.merge(sent.counters.samples)
+        return replace(held, counters=rest, outstanding=None, ledger=ledger), ()
+    reason = "late"
+    if news.rejected:
+        reason = "superseded" if news.rejected == "superseded" else "rejected"
+    ledger = held.ledger.drop(reason, sent.counters.samples)
+    held = replace(held, counters=rest, outstanding=None, ledger=ledger)
+    drops = (Drop(news.round, news.fragment, reason, sent.counters),) if sent.counters.steps else ()
+    return held, drops
+
+
+def done(state: LearnerState) -> bool:
+    """A finishing learner has nothing outstanding and nothing left to publish."""
+    return state.finishing and not outstanding(state) and not (state.flush and _unpublished(state))
+
+
+def leave(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Drops what was trained and not published; what is outstanding may still be merged."""
+    effects = []
+    for index, held in enumerate(state.fragments):
+        sent = held.outstanding.counters if held.outstanding else Counters()
+        rest = held.counters - sent
+        if rest.steps:
+            effects.append(Drop(state.next_round, index, "left", rest))
+        ledger = held.ledger.drop("left", rest.samples)
+        state = _with_fragment(state, index, replace(held, counters=sent, ledger=ledger))
+    return state, tuple(effects)

@@ -1,0 +1,252 @@
+"""Closing the round that has no record yet, and taking it over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jdiloco import events
+from jdiloco.errors import FormatError
+from jdiloco.protocol import chain as chains
+from jdiloco.protocol import closing as closings
+from jdiloco.protocol import effects as fx
+from jdiloco.protocol.closing import Closing, Phase, Report
+from jdiloco.protocol.keys import ClaimKey, write_id
+from jdiloco.protocol.member.follow import take_record, write
+from jdiloco.protocol.member.state import MemberState, Turn, mix
+from jdiloco.protocol.records import Claim, Timing, seal, unseal
+from jdiloco.protocol.rules import Life
+
+TAKEOVER_POLLS = 10
+"""A round is never thought overdue before so many polls."""
+
+
+def close(turn: Turn) -> None:
+    state = turn.state
+    if not state.can_close or state.listed is None:
+        return
+    if not state.closing.mine:
+        _take_over(turn)
+        return
+    closing, keys = closings.unasked(state.closing)
+    turn.set(closing=closing)
+    fragment = state.chain.fragment
+    for key in keys:
+        newer = state.verdict.newer(Life(key.node, key.incarnation))
+        turn.add(fx.Examine(key, fragment, state.chain.versions[fragment], newer))
+    if closing.phase is Phase.OPEN and closings.settled(closing):
+        _decide(turn)
+
+
+def _decide(turn: Turn) -> None:
+    state = turn.state
+    closing, verdict = state.closing, state.verdict
+    if closings.is_void(closing, verdict):
+        _write_record(turn, replace(closing, attempt=_next_attempt(turn)))
+        return
+    limit, accepted = state.rules.round_seconds, state.waits.accepted
+    over = limit is not None and accepted is not None and turn.now >= accepted + limit
+    if not closings.closable(closing, state.rules, verdict, round_over=over):
+        turn.set(waits=replace(state.waits, closable=None))
+        return
+    if state.waits.closable is None:
+        turn.set(waits=replace(state.waits, closable=turn.now))
+    since = turn.state.waits.closable
+    assert since is not None
+    if closings.all_in(closing, verdict) or turn.now >= since + grace(state):
+        _merge(turn)
+
+
+def grace(state: MemberState) -> float:
+    """Seconds to go on collecting once the round could close.
+
+    Half the slack `steps ahead · step − (quorum + commit)`, at most one round of training, and
+    nothing while one of the averages is unknown; or what the run fixed.
+    """
+    if state.rules.grace_seconds is not None:
+        return state.rules.grace_seconds
+    timing = state.chain.timing
+    if timing.step is None or timing.quorum is None or timing.commit is None:
+        return 0.0
+    slack = state.rules.steps_ahead * timing.step - (timing.quorum + timing.commit)
+    training = timing.step * state.rules.sync_every / state.rules.fragments
+    return max(0.0, min(0.5 * slack, training))
+
+
+def _next_attempt(turn: Turn) -> int:
+    turn.set(attempts=turn.state.attempts + 1)
+    return turn.state.attempts
+
+
+def _merge(turn: Turn) -> None:
+    attempt = _next_attempt(turn)
+    state = turn.state
+    closing = closings.merging(state.closing, attempt)
+    fragment = state.chain.fragment
+    name = write_id(state.me.node, state.me.incarnation, attempt)
+    parts = ("anchor", "outer")
+    turn.set(
+        closing=closing,
+        waits=replace(state.waits, merging=turn.now),
+        losing=tuple(state.keys.payload(closing.round, name, part) for part in parts),
+    )
+    turn.add(
+        fx.Merge(
+            round=closing.round,
+            attempt=attempt,
+            write_id=name,
+            fragment=fragment,
+            head=state.chain.heads[fragment],
+            contributions=tuple(report.key for report in closing.merging),
+            weights=tuple(report.weight for report in closing.merging),
+            final=all(report.key.final for report in closing.merging),
+        )
+    )
+
+
+def on_merged(turn: Turn, event: fx.Merged) -> None:
+    state = turn.state
+    closing = state.closing
+    if (closing.round, closing.attempt) != (event.round, event.attempt):
+        keys = tuple(p.key for p in (event.anchor, event.outer) if p is not None)
+        if keys:  # Somebody else's record was read meanwhile.
+            turn.add(fx.Delete(keys))
+        return
+    if event.anchor is None:
+        turn.set(closing=closings.merge_failed(closing), losing=())
+        turn.degrade(f"closing round {event.round} failed: {event.error}")
+        return
+    _write_record(turn, closing, event)
+
+
+def _write_record(turn: Turn, closing: Closing, merged: fx.Merged | None = None) -> None:
+    state = turn.state
+    record = chains.compose(
+        state.chain,
+        closing,
+        state.me,
+        expected=len(state.verdict.expected | {report.life for report in closing.reports}),
+        next_closer=_next_closer(state),
+        timing=_timing(state, closing),
+        anchor=merged.anchor if merged else None,
+        outer=merged.outer if merged else None,
+        cosine=merged.cosine if merged else None,
+        build=state.build if merged else None,
+    )
+    data = seal(state.keys.record(closing.round), record)
+    turn.set(closing=closing)
+    write(turn, data)
+
+
+def on_record_sent(turn: Turn, event: fx.RecordSent) -> None:
+    closing = turn.state.closing
+    if closing.round != event.round or closing.phase is not Phase.WRITING:
+        return
+    if event.created:
+        turn.set(closing=closings.written(closing))
+        take_record(turn, closing.record)
+        return
+    turn.set(closing=closings.doubted(closing))
+    if event.created is None:
+        turn.degrade("writing a round record got no clear answer")
+
+
+def _next_closer(state: MemberState) -> Life:
+    """A dedicated syncer that is live, or this node."""
+    syncers = [
+        life
+        for life in state.verdict.live
+        if (beat := state.leases[life].beat) is not None and beat.phase == "syncing"
+    ]
+    return state.me if state.me in syncers or not syncers else min(syncers)
+
+
+def _timing(state: MemberState, closing: Closing) -> Timing:
+    timing = state.chain.timing
+    heads = [report.head for report in closing.merging if report.head is not None]
+    paces = [head.step_seconds for head in heads if head.step_seconds is not None]
+    step = mix(timing.step, sum(paces) / len(paces)) if paces else timing.step
+    waits = state.waits
+    quorum = timing.quorum
+    if waits.closable is not None:
+        quorum = mix(quorum, waits.closable - waits.opened)
+    return Timing(step=step, quorum=quorum, commit=timing.commit)
+
+
+def on_examined(turn: Turn, event: fx.Examined) -> None:
+    state = turn.state
+    if event.head is None and not event.rejected:
+        turn.set(closing=closings.ask_again(state.closing, event.key))
+        turn.degrade(f"a contribution to round {event.key.round} could not be read")
+        return
+    verdict = Report(
+        event.key,
+        asked=True,
+        head=event.head,
+        weight=event.weight,
+        sha256=event.sha256,
+        rejected=event.rejected,
+    )
+    turn.set(closing=closings.examined(state.closing, verdict))
+    if event.head is not None and state.waits.accepted is None:
+        turn.set(waits=replace(state.waits, accepted=turn.now))
+
+
+def _take_over(turn: Turn) -> None:
+    state = turn.state
+    closing = state.closing
+    if state.claiming or state.reading_claim or state.records_to > state.chain.read:
+        return
+    because = _why_take_over(turn)
+    if not because:
+        return
+    number = closing.claims + 1
+    claim = Claim(state.me.node, state.me.incarnation, because)
+    key = state.keys.claim(ClaimKey(closing.round, number))
+    turn.set(claiming=True)
+    turn.add(fx.MakeClaim(closing.round, number, seal(key, claim)))
+
+
+def _why_take_over(turn: Turn) -> str:
+    state = turn.state
+    closing = state.closing
+    if closing.closer not in state.verdict.live:
+        return "its lease has ended"
+    if not closings.seems_closable(closing, state.rules, state.verdict):
+        turn.set(waits=replace(state.waits, seemed_closable=None))
+        return ""
+    since = state.waits.seemed_closable
+    if since is None:
+        turn.set(waits=replace(state.waits, seemed_closable=turn.now))
+        return ""
+    usual = max(3 * (state.chain.timing.commit or 0.0), TAKEOVER_POLLS * state.poll_seconds)
+    patience = usual * 2**closing.claims + grace(state)
+    return "the round is overdue" if turn.now >= since + patience else ""
+
+
+def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
+    state = turn.state
+    turn.set(claiming=False, reading_claim=False)
+    if event.data is None or event.round != state.closing.round:
+        return
+    try:
+        key = state.keys.claim(ClaimKey(event.round, event.number))
+        claim = unseal(key, event.data, Claim)
+    except FormatError as error:
+        turn.degrade(str(error))
+        return
+    named = state.closing.closer
+    claimant = Life(claim.node, claim.incarnation)
+    if claimant == state.me and not state.closing.mine:
+        turn.emit(
+            events.TookOver(
+                node=state.me.node,
+                round=event.round,
+                claim=event.number,
+                closer=str(named),
+                because=claim.because,
+            )
+        )
+    turn.set(
+        closing=closings.claimed(state.closing, event.number, claimant, state.me),
+        waits=replace(state.waits, seemed_closable=None),
+    )

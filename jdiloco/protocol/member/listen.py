@@ -1,0 +1,163 @@
+"""Polls, beats, and what a listing shows."""
+
+from __future__ import annotations
+
+from jdiloco import events
+from jdiloco.errors import NodeSuperseded, RunReplaced
+from jdiloco.protocol import closing as closings
+from jdiloco.protocol import effects as fx
+from jdiloco.protocol import lease
+from jdiloco.protocol.keys import BeatKey, ClaimKey, ContributionKey, RecordKey
+from jdiloco.protocol.member.state import Turn
+from jdiloco.protocol.rules import Life
+
+
+def poll(turn: Turn) -> None:
+    state = turn.state
+    if state.polling or turn.now < max(state.next_poll, state.hold):
+        return
+    turn.set(polling=True, next_poll=turn.now + state.poll_seconds)
+    turn.add(fx.Poll(state.keys.after(state.chain.round)))
+
+
+def beat(turn: Turn) -> None:
+    state = turn.state
+    if turn.now < state.next_beat:
+        return
+    beat = BeatKey(
+        state.me.node,
+        state.me.incarnation,
+        state.beat + 1,
+        state.phase,
+        state.train_step,
+        state.next_round,
+    )
+    turn.set(beat=beat.beat, next_beat=turn.now + state.rules.beat_seconds)
+    turn.add(fx.Beat(state.keys.beat(beat)))
+
+
+def on_tick(turn: Turn, event: fx.Tick) -> None:
+    del turn, event  # Time alone; `_advance` looks at it.
+
+
+def on_beaten(turn: Turn, event: fx.Beaten) -> None:
+    if event.ok:
+        turn.set(beaten=True)
+    else:
+        turn.degrade("a beat was not written")
+        turn.set(next_beat=min(turn.state.next_beat, turn.state.hold))
+
+
+def on_progress(turn: Turn, event: fx.Progress) -> None:
+    """A new phase is told at once when others would wait for this node, else with the next beat."""
+    state = turn.state
+    urgent = event.phase != state.phase and event.phase in ("finished", "left")
+    started = state.phase == "joining"
+    turn.set(phase=event.phase, train_step=event.step, next_round=event.next_round)
+    if urgent or started:
+        turn.set(next_beat=turn.now)
+
+
+def on_listed(turn: Turn, event: fx.Listed) -> None:
+    state = turn.state
+    turn.set(polling=False)
+    if event.keys is None:
+        turn.degrade("a listing was not answered")
+        return
+    parsed = [key for name in event.keys if (key := state.keys.parse(name)) is not None]
+    beats = tuple(key for key in parsed if isinstance(key, BeatKey))
+    contributions = tuple(key for key in parsed if isinstance(key, ContributionKey))
+    records = [key.round for key in parsed if isinstance(key, RecordKey)]
+    elapsed = 0.0 if state.listed is None else turn.now - state.listed
+    leases = lease.observe(
+        state.leases,
+        beats,
+        min(elapsed, 2 * state.poll_seconds),
+        named=(state.closing.closer,),
+    )
+    turn.set(
+        listed=turn.now,
+        beats=beats,
+        contributions=contributions,
+        records_to=max([state.records_to, *records]),
+        leases=leases,
+        verdict=lease.judge(leases, state.rules),
+        closing=closings.reported(state.closing, contributions),
+    )
+    _see_own_life(turn)
+    _see_claims(turn, [key for key in parsed if isinstance(key, ClaimKey)])
+    _see_followers(turn)
+    _recover(turn)
+
+
+def _see_own_life(turn: Turn) -> None:
+    state = turn.state
+    newer = state.verdict.newer(state.me)
+    if newer is not None:
+        turn.stop(
+            NodeSuperseded(
+                f"Node {state.me.node!r} was started again as incarnation {newer}; "
+                f"this is incarnation {state.me.incarnation} and stops. Give each node its own id."
+            ),
+        )
+    shown = any((b.node, b.incarnation) == _pair(state.me) for b in state.beats)
+    if state.beaten and not shown and not state.checking:
+        turn.set(checking=True)
+        turn.add(fx.ReadManifest())
+
+
+def _pair(life: Life) -> tuple[str, int]:
+    return life.node, life.incarnation
+
+
+def on_manifest_read(turn: Turn, event: fx.ManifestRead) -> None:
+    turn.set(checking=False)
+    run = turn.state.chain.run
+    if event.run is None:
+        turn.degrade("the manifest could not be read")
+    elif event.run == run:
+        turn.set(next_beat=turn.now)
+    else:
+        found = f"run {event.run!r}" if event.run else "no run"
+        turn.stop(
+            RunReplaced(
+                f"The mailbox now holds {found}; this node joined run {run!r}. "
+                "Start it again to join what is there."
+            ),
+        )
+
+
+def _see_followers(turn: Turn) -> None:
+    """Tells the learner when the others are one short of what the round needs."""
+    state = turn.state
+    published = [sending.key.round for sending in state.sending]
+    round = max([state.chain.read, *published]) + 1
+    wanted = state.rules.follow
+    if wanted is None:
+        needed = min(state.rules.quorum_size, len(state.verdict.expected))
+        wanted = max(1, needed - 1)
+    others = {
+        key.node
+        for key in state.contributions
+        if key.round == round and key.node != state.me.node and not key.final
+    }
+    if wanted and len(others) >= wanted and state.followed < round:
+        turn.set(followed=round)
+        turn.add(fx.Follow(round))
+
+
+def _recover(turn: Turn) -> None:
+    state = turn.state
+    turn.set(failures=0)
+    if state.degraded and not any(item.failures and not item.landed for item in state.sending):
+        turn.set(degraded=False)
+        turn.emit(events.Recovered(node=state.me.node))
+
+
+def _see_claims(turn: Turn, claims: list[ClaimKey]) -> None:
+    state = turn.state
+    numbers = [key.number for key in claims if key.round == state.closing.round]
+    newest = max(numbers, default=0)
+    if newest > state.closing.claims and not state.reading_claim:
+        turn.set(reading_claim=True)
+        turn.add(fx.ReadClaim(state.closing.round, newest))

@@ -1,0 +1,164 @@
+"""What a member remembers, and the turn in which one event changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jdiloco import events
+from jdiloco.errors import JDilocoError
+from jdiloco.protocol import closing as closings
+from jdiloco.protocol import effects as fx
+from jdiloco.protocol import sweep
+from jdiloco.protocol.chain import Chain
+from jdiloco.protocol.closing import Closing
+from jdiloco.protocol.keys import BeatKey, ContributionKey, Keys
+from jdiloco.protocol.lease import Lease, Verdict
+from jdiloco.protocol.records import Build, RoundRecord
+from jdiloco.protocol.rules import Life, Rules
+
+NOBODY = Verdict()
+EMPTY_SHELF = sweep.Shelf()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sending:
+    """A contribution on its way."""
+
+    key: ContributionKey
+    sent: bool = False  # The upload runs.
+    landed: bool = False
+    failures: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waits:
+    """When things happened in the round that is open, on this node's clock."""
+
+    opened: float
+    accepted: float | None = None  # The first contribution was accepted.
+    closable: float | None = None  # Seen by the closer.
+    merging: float | None = None
+    seemed_closable: float | None = None  # Seen by everybody else.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemberState:
+    """Everything a member has to remember."""
+
+    me: Life
+    rules: Rules
+    keys: Keys
+    poll_seconds: float
+    can_close: bool
+    build: Build
+    chain: Chain
+    closing: Closing
+    waits: Waits
+    # What the newest listing showed.
+    leases: dict[Life, Lease] = dataclasses.field(default_factory=dict)
+    verdict: Verdict = NOBODY
+    beats: tuple[BeatKey, ...] = ()
+    contributions: tuple[ContributionKey, ...] = ()
+    records_to: int = -1  # The highest round seen to have a record.
+    listed: float | None = None
+    # Requests under way.
+    polling: bool = False
+    next_poll: float = 0.0
+    reading: bool = False
+    claiming: bool = False
+    reading_claim: bool = False
+    saving: bool = False
+    save_number: int = 0
+    checking: bool = False
+    # What this node does.
+    phase: str = "joining"
+    train_step: int = 0
+    next_round: int = 0
+    beat: int = 0
+    beaten: bool = False  # A beat is known to have landed.
+    next_beat: float = 0.0
+    attempts: int = 0
+    sending: tuple[Sending, ...] = ()
+    followed: int = -1
+    queue: tuple[tuple[RoundRecord, bool], ...] = ()  # To deliver, and whether with values.
+    delivering: bool = False
+    unlisted: tuple[ContributionKey, ...] = ()  # Late, and perhaps still on their way.
+    losing: tuple[str, ...] = ()  # Payloads of an attempt whose fate is not known yet.
+    shelf: sweep.Shelf = EMPTY_SHELF
+    degraded: bool = False
+    failures: int = 0  # Requests without an answer since the last listing that had one.
+    hold: float = 0.0  # What failed is not tried again before this.
+    stopped: bool = False
+
+
+def start(
+    me: Life,
+    rules: Rules,
+    chain: Chain,
+    *,
+    poll_seconds: float,
+    can_close: bool,
+    build: Build,
+    now: float,
+) -> MemberState:
+    """A member that has joined and knows the chain up to its newest record."""
+    return MemberState(
+        me=me,
+        rules=rules,
+        keys=Keys(chain.run),
+        poll_seconds=poll_seconds,
+        can_close=can_close,
+        build=build,
+        chain=chain,
+        closing=closings.opened(chain.round, chain.named, me, can_close=can_close),
+        waits=Waits(opened=now),
+        records_to=chain.read,
+        next_poll=now,
+        next_beat=now,
+        shelf=sweep.Shelf(checkpoints=(chain.checkpoint,)),
+    )
+
+
+class Turn:
+    """One event's worth of changes. Collects effects in the order in which they were decided."""
+
+    def __init__(self, state: MemberState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.effects: list[fx.Effect] = []
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def add(self, *effects: fx.Effect) -> None:
+        self.effects.extend(effects)
+
+    def emit(self, event: events.Event) -> None:
+        self.add(fx.Emit(event))
+
+    def defer(self) -> None:
+        """Nothing is asked of the store for a while, longer each time until a listing succeeds."""
+        state = self.state
+        wait = min(state.poll_seconds * 2**state.failures, state.rules.beat_seconds)
+        hold = max(state.hold, self.now + wait)
+        self.set(hold=hold, failures=min(state.failures + 1, 30))
+
+    def degrade(self, because: str) -> None:
+        """Training goes on; what failed is tried again."""
+        self.defer()
+        if not self.state.degraded:
+            self.set(degraded=True)
+            self.emit(events.Degraded(node=self.state.me.node, because=because))
+
+    def stop(self, error: JDilocoError) -> None:
+        """This node must not go on; the first reason counts."""
+        if not self.state.stopped:
+            self.set(stopped=True)
+            self.add(fx.Stop(error))
+
+
+def mix(old: float | None, new: float) -> float:
+    """A moving average with a decay of 0.1."""
+    return new if old is None else 0.9 * old + 0.1 * new

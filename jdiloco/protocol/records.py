@@ -1,0 +1,242 @@
+"""The small objects of a run, as they lie in the mailbox.
+
+Each is one line of JSON and one line that holds the SHA-256 of its own key and that JSON, so an
+object that was damaged, or copied to another key, is seen at once. Equal values give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, TypeVar
+
+import msgspec
+
+from jdiloco.errors import FormatError
+from jdiloco.types import Counters, TensorSpec
+
+FORMAT = 1
+"""Raised when a build can no longer read what an older one wrote."""
+
+REJECTIONS = (
+    "zero_steps",
+    "zero_samples",
+    "counters",
+    "stale",
+    "schema",
+    "corrupt",
+    "missing",
+    "nonfinite",
+    "empty",
+    "superseded",
+)
+"""Why a contribution takes no part in its round."""
+
+DROPS = ("overwritten", "late", "rejected", "superseded", "left", "lost")
+"""Why samples that were processed are never merged."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Where the samples of one incarnation went, for one fragment.
+
+    `processed = merged + sum(dropped) + pending` at all times; `pending` is what was trained since
+    the last alignment, published or not.
+    """
+
+    merged: int = 0
+    dropped: dict[str, int] = {}  # By reason, one of DROPS.
+    pending: int = 0
+
+    @property
+    def processed(self) -> int:
+        return self.merged + sum(self.dropped.values()) + self.pending
+
+    def train(self, samples: int) -> Ledger:
+        return msgspec.structs.replace(self, pending=self.pending + samples)
+
+    def merge(self, samples: int) -> Ledger:
+        return msgspec.structs.replace(
+            self, merged=self.merged + samples, pending=self.pending - samples
+        )
+
+    def drop(self, reason: str, samples: int) -> Ledger:
+        if not samples:
+            return self
+        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + samples}
+        return msgspec.structs.replace(self, dropped=dropped, pending=self.pending - samples)
+
+
+class ContributionHead(msgspec.Struct, frozen=True):
+    """What a contribution says of itself, beside its tensors."""
+
+    run: str
+    round: int
+    fragment: int
+    version: int  # The version its delta was computed against.
+    node: str
+    incarnation: int
+    counters: Counters
+    ledger: Ledger
+    step_seconds: float | None = None  # The learner's usual step.
+    final: bool = False  # The node is leaving.
+    empty: bool = False  # The delta could not be made; there are no tensors.
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """An object that a record names."""
+
+    key: str
+    size: int  # Bytes.
+    sha256: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A complete run checkpoint: the values after round `round`, -1 for the initial ones."""
+
+    round: int
+    versions: tuple[int, ...]  # Of every fragment.
+    prefix: str
+    files: tuple[Payload, ...]  # Keys relative to the prefix.
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a run is. Written once, after the first checkpoint: from then on the run exists."""
+
+    format: int
+    run: str
+    algorithm: dict[str, Any]  # Every setting that two nodes must agree on.
+    tensors: tuple[TensorSpec, ...]  # In canonical order.
+    plan: tuple[tuple[str, ...], ...]  # Names per fragment.
+    checkpoint: Checkpoint
+    closer: str  # Of round 0.
+    write_id: str
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """One life of a node."""
+
+    node: str
+    incarnation: int
+    host: str
+    process: int
+    backend: str
+    valid: tuple[str, ...]  # Keys of contributions of earlier incarnations that still count.
+    write_id: str
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A node will close a round that another was named for."""
+
+    node: str
+    incarnation: int
+    because: str
+
+
+class Participant(msgspec.Struct, frozen=True):
+    """One contribution that was merged."""
+
+    node: str
+    incarnation: int
+    counters: Counters
+    ledger: Ledger
+    weight: float
+    sha256: str  # Of the whole contribution.
+    final: bool = False
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """One contribution that was not."""
+
+    node: str
+    incarnation: int
+    reason: str  # One of REJECTIONS.
+    final: bool = False
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Moving averages in seconds, carried from record to record; None while unknown."""
+
+    step: float | None = None  # A step of a learner.
+    quorum: float | None = None  # From the record before to a closable round.
+    commit: float | None = None  # From closing to the record.
+
+
+class Build(msgspec.Struct, frozen=True):
+    """What equal bytes are promised for."""
+
+    platform: str
+    device_kind: str
+    jaxlib: str
+    machine: str
+    cpus: int
+
+
+class RoundRecord(msgspec.Struct, frozen=True):
+    """The result of a round; the round is committed when this object exists.
+
+    A void round names no payloads and leaves the version as it was.
+    """
+
+    format: int
+    run: str
+    round: int
+    fragment: int
+    version: int  # After this round.
+    write_id: str
+    closer: str
+    incarnation: int
+    previous: str  # SHA-256 of the record before this, of the manifest for round 0.
+    base: str  # SHA-256 of the record whose version this replaces, of the manifest for none.
+    participants: tuple[Participant, ...]
+    rejected: tuple[Rejected, ...]
+    expected: int  # Learners that could have taken part.
+    next_closer: str
+    next_incarnation: int
+    heads: tuple[int, ...]  # Per fragment the round that made its newest version, -1 for none.
+    versions: tuple[int, ...]  # Per fragment, after this round.
+    timing: Timing
+    checkpoint: Checkpoint  # The newest complete one.
+    anchor: Payload | None = None
+    outer: Payload | None = None
+    cosine: float | None = None  # Mean pairwise cosine of the deltas.
+    build: Build | None = None
+
+    @property
+    def void(self) -> bool:
+        return self.anchor is None
+
+
+Sealed = TypeVar("Sealed", bound=msgspec.Struct)
+
+
+def _digest(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\n" + body).hexdigest().encode()
+
+
+def seal(key: str, value: msgspec.Struct) -> bytes:
+    """The bytes of a small object under `key`."""
+    body = msgspec.json.encode(value, order="deterministic")
+    return body + b"\n" + _digest(key, body) + b"\n"
+
+
+def unseal(key: str, data: bytes, kind: type[Sealed]) -> Sealed:
+    """Reads what `seal` wrote.
+
+    Raises FormatError for bytes that are damaged, were written under another key, or by a format
+    that this build does not read.
+    """
+    body, _, end = data.removesuffix(b"\n").rpartition(b"\n")
+    if end != _digest(key, body):
+        raise FormatError(f"{key!r} holds {len(data)} bytes that do not match their digest.")
+    try:
+        value = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{key!r} is no {kind.__name__} of format {FORMAT}: {error}.") from None
+    found = getattr(value, "format", FORMAT)
+    if found != FORMAT:
+        raise FormatError(f"{key!r} was written in format {found}; this build reads {FORMAT}.")
+    return value
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """SHA-256 of an object's bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,40 @@
+"""The settings of a run that decisions depend on, as the manifest gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Plain numbers. `jdiloco.DiLoCo` documents each, checks them and makes this from them."""
+
+    sync_every: int
+    fragments: int
+    in_flight: int = 1
+    overlap_steps: int | None = None
+    follow: int | None = None
+    quorum_size: int = 1
+    grace_seconds: float | None = None
+    round_seconds: float | None = None
+    beat_seconds: float = 10.0
+    lease_seconds: float = 30.0
+    keep_rounds: int = 2
+    checkpoint_every: int = 10
+
+    @property
+    def steps_ahead(self) -> float:
+        """Steps that a learner can be ahead of the newest commit it holds."""
+        flight = self.in_flight * self.sync_every / self.fragments
+        return flight if self.overlap_steps is None else min(flight, self.overlap_steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Life:
+    """One incarnation of a node: who does something, and in which of its lives."""
+
+    node: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.node}.{self.incarnation:04}"

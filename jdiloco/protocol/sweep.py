@@ -1,0 +1,90 @@
+"""What may be removed, and by whom.
+
+* A contribution goes `keep_rounds` rounds after the record of its round.
+* A payload goes once two named checkpoints cover its round, a checkpoint once two newer are named.
+* Beats: all but the newest of a life, and all of a life that ended, `in_flight + 1` rounds later.
+* Nothing of a round without a record is ever garbage, whoever wrote it and however long ago.
+
+Only owned keys are named here. They are never written again, so a delete may be repeated or come
+late without harm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import replace
+
+from jdiloco.protocol.keys import BeatKey, ContributionKey, Keys
+from jdiloco.protocol.lease import Verdict
+from jdiloco.protocol.records import Checkpoint, RoundRecord
+from jdiloco.protocol.rules import Life, Rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shelf:
+    """What this node has seen in the mailbox that will be garbage one day."""
+
+    contributions: tuple[ContributionKey, ...] = ()
+    payloads: tuple[tuple[int, str], ...] = ()  # Round, key.
+    checkpoints: tuple[Checkpoint, ...] = ()  # Named ones, oldest first.
+    ended: tuple[tuple[Life, int], ...] = ()  # A life whose lease ended, and in which round.
+
+
+def shelve(shelf: Shelf, record: RoundRecord) -> Shelf:
+    """Notes what a record names."""
+    reports = (*record.participants, *record.rejected)
+    keys = [ContributionKey(record.round, r.node, r.incarnation, r.final) for r in reports]
+    payloads = [(record.round, p.key) for p in (record.anchor, record.outer) if p is not None]
+    known = {checkpoint.prefix for checkpoint in shelf.checkpoints}
+    new = () if record.checkpoint.prefix in known else (record.checkpoint,)
+    return replace(
+        shelf,
+        contributions=(*shelf.contributions, *keys),
+        payloads=(*shelf.payloads, *payloads),
+        checkpoints=(*shelf.checkpoints, *new),
+    )
+
+
+def sweep(
+    shelf: Shelf, keys: Keys, rules: Rules, *, round: int
+) -> tuple[Shelf, tuple[str, ...], tuple[str, ...]]:
+    """Takes what is garbage once `round` has a record: keys, and prefixes of old checkpoints."""
+    old = [key for key in shelf.contributions if key.round + rules.keep_rounds < round]
+    covered = shelf.checkpoints[-2].round if len(shelf.checkpoints) >= 2 else -1
+    gone = [(r, key) for r, key in shelf.payloads if r <= covered]
+    prefixes = tuple(f"{checkpoint.prefix}/" for checkpoint in shelf.checkpoints[:-2])
+    shelf = replace(
+        shelf,
+        contributions=tuple(key for key in shelf.contributions if key not in set(old)),
+        payloads=tuple(item for item in shelf.payloads if item not in set(gone)),
+        checkpoints=shelf.checkpoints[-2:],
+    )
+    doomed = (*(keys.contribution(key) for key in old), *(key for _, key in gone))
+    return shelf, doomed, prefixes
+
+
+def stale_beats(
+    shelf: Shelf,
+    beats: Iterable[BeatKey],
+    verdict: Verdict,
+    rules: Rules,
+    keys: Keys,
+    *,
+    round: int,
+) -> tuple[Shelf, tuple[str, ...]]:
+    """Takes the beats that nobody needs any more."""
+    newest: dict[Life, int] = {}
+    listed = list(beats)
+    for beat in listed:
+        life = Life(beat.node, beat.incarnation)
+        newest[life] = max(newest.get(life, 0), beat.beat)
+    since = dict(shelf.ended)
+    ended = {life: since.get(life, round) for life in newest if life not in verdict.live}
+    gone = {life for life, when in ended.items() if when + rules.in_flight + 1 < round}
+    doomed = [
+        keys.beat(beat)
+        for beat in listed
+        if (life := Life(beat.node, beat.incarnation)) in gone or beat.beat < newest[life]
+    ]
+    return replace(shelf, ended=tuple(sorted(ended.items()))), tuple(doomed)
