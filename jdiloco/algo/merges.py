@@ -68,9 +68,10 @@ class Sums(NamedTuple):
 Kernel = Callable[[Array, Array, Sums], Array]
 """`(deltas, weights, sums) -> merged`, for one tensor.
 
-`deltas` is `(rows, *leaf)` in fp32 or better, with the rows that take no part set to zero; `weights`
-is `(rows,)` and adds up to 1 (to 0 when nobody takes part); `merged` is `(*leaf)`. A kernel reduces
-with `sums` alone: indexing or reshaping the first axis is an error when a mesh shards it.
+`deltas` is `(rows, *leaf)` in fp32 or better, with the rows that take no part set to zero;
+`weights` is `(rows,)` and adds up to 1 (to 0 when nobody takes part); `merged` is `(*leaf)`. A
+kernel reduces with `sums` alone: indexing or reshaping the first axis is an error when a mesh
+shards it.
 """
 
 
@@ -189,7 +190,8 @@ def to_json(merge: Merge) -> dict[str, Any]:
 def from_json(value: Mapping[str, Any], *, known: Sequence[type] = ()) -> Merge:
     """The merge that `to_json` wrote. `known` lists merge classes of your own.
 
-    Nothing is imported by a name found in a manifest. Raises `UsageError` for another kind or field.
+    Nothing is imported by a name found in a manifest. Raises `UsageError` for an unknown kind or
+    field.
     """
     fields = dict(value)
     kind = fields.pop("kind", None)
@@ -275,9 +277,9 @@ def merge_tree(
 ) -> tuple[PyTree[Any], Turnout]:
     """Merges a tree of stacked deltas, `(rows, *leaf)` each, into a tree of `(*leaf)` in fp32.
 
-    A row takes part if its weight is positive and finite and no leaf of the tree has a value in that
-    row which is not finite. Others are selected out, not multiplied by zero, so that a caller can
-    pad to a fixed number of rows. When no row takes part, the result is zero.
+    A row takes part if its weight is positive and finite and all its values, in every leaf, are
+    finite. Others are selected out, not multiplied by zero, so that a caller can pad to a fixed
+    number of rows. When no row takes part, the result is zero.
     """
     leaves, treedef = jax.tree.flatten(deltas)
     finite = jnp.ones(weights.shape, bool)

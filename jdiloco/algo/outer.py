@@ -1,0 +1,380 @@
+"""The outer step as optax transformations: merge, Nesterov momentum over rounds, fp32 master.
+
+`diloco_outer()` is `optax.chain(merge_deltas(rda()), outer_nesterov(), fp32_master())`. The three
+are public because a transformation may stand between them:
+
+    optax.chain(
+        merge_deltas(rda()), optax.clip_by_global_norm(1.0), outer_nesterov(), fp32_master()
+    )
+
+They are ordinary transformations with one difference: what goes in is not one gradient but the
+deltas of a round, stacked on a leading axis, and their weights, as the keyword `weights`. From
+`merge_deltas` on everything has the shapes of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jdiloco.algo.merges import Merge, Rda, Turnout, check_merge, merge_tree
+from jdiloco.algo.paths import is_held, leaf_names
+from jdiloco.errors import UsageError
+
+CHAIN = (
+    "optax.chain(merge_deltas(rda()), optax.clip_by_global_norm(1.0), "
+    "outer_nesterov(), fp32_master())"
+)
+"""How the parts go together; every error about a shape shows it."""
+
+_WAY_OUT = (
+    "Deltas have one leading axis for the contributions, the merge comes first, and what clips, "
+    f"wraps or masks goes after it: {CHAIN}"
+)
+
+_NO_PARAMS = (  # The sentence of optax, which does not export it, and what it means here.
+    "You are using a transformation that requires the current value of parameters, but you are not "
+    "passing `params` when calling `update`. bf16 and fp16 parameters are rounded from a master."
+)
+
+Scalar = float | int | Array
+ScalarOrSchedule = Scalar | Callable[[Array], Any]
+
+
+class MergeDeltasState(NamedTuple):
+    """Who took part in the last round; for the reader, nothing depends on it but `diloco_outer`."""
+
+    turnout: Turnout
+
+
+class OuterNesterovState(NamedTuple):
+    """What one round hands to the next."""
+
+    round: Array  # shape=(), int32. Rounds applied so far.
+    momentum: PyTree[Any]  # Same tree and shardings as the parameters, in fp32 or better.
+
+
+class Fp32MasterState(NamedTuple):
+    """The parameters as they would be without rounding."""
+
+    master: PyTree[Any]  # fp32 where the parameter is bf16 or fp16, None where it is wide enough.
+
+
+def merge_deltas(merge: Merge | Any) -> optax.GradientTransformationExtraArgs:
+    """Merges the deltas of a round: leaves `(rows, *leaf)` become `(*leaf)`, in fp32 or better.
+
+    `update(deltas, state, params, weights=weights)` needs the keyword `weights`, of shape
+    `(rows,)`, as `contribution_weight` gives them; they are cast to fp32 and normalised. A row
+    takes no part if its weight is not positive or if it holds a value that is not finite, anywhere
+    in the tree. So pad to a fixed number of rows with zeros, and the program compiles once.
+    `state.turnout` says how many rows took part and how many were left out as not finite.
+
+    Raises `UsageError` when a leaf is not floating point or its first axis has not the length of
+    `weights`, and, where `params` are given, when it is not one axis longer than its parameter.
+
+    Limit cases: one contribution under the weighted mean is the identity; when no row takes part
+    the merged delta is zero (and a momentum after it coasts on: see `diloco_outer`).
+    """
+    check_merge(merge)
+
+    def init(params: Any) -> MergeDeltasState:
+        _check_floating(params, "parameter")
+        return MergeDeltasState(Turnout(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)))
+
+    def update(
+        deltas: Any, state: MergeDeltasState, params: Any = None, *, weights: Any, **extra: Any
+    ) -> tuple[Any, MergeDeltasState]:
+        del state, extra  # Part of the optax signature; a merge remembers nothing.
+        rows = _weights(weights)
+        _check_stacked(deltas, rows.shape[0], params)
+        merged, turnout = merge_tree(merge, deltas, rows)
+        return merged, MergeDeltasState(turnout)
+
+    return _transformation(init, update)
+
+
+def outer_nesterov(
+    outer_lr: ScalarOrSchedule = 0.7, outer_momentum: Scalar = 0.9
+) -> optax.GradientTransformationExtraArgs:
+    """Nesterov SGD over rounds, in fp32 or better. With `Δ` the merged delta of a round:
+
+        m   <- outer_momentum · m + Δ
+        out <- -outer_lr · (Δ + outer_momentum · m)
+
+    `outer_lr` may be an optax schedule; it is asked with the number of rounds applied before.
+    `init` gives the momentum its parameter's sharding, also under `jit`.
+
+    Raises `UsageError` when a merged delta has not the shape of its momentum, and for parameters
+    that are not floating point.
+
+    Limit cases: `outer_momentum=0, outer_lr=1` lands on `anchor - Δ`, for the weighted mean the
+    average of the learners; from zero momentum the first step is `1.33 Δ` with the defaults, and
+    under a constant `Δ` the steps grow to `7 Δ`.
+
+    Source: DiLoCo (arXiv 2311.08105).
+    """
+    _check_number("outer_lr", outer_lr, upto=math.inf)
+    _check_number("outer_momentum", outer_momentum, upto=1.0)
+
+    def init(params: Any) -> OuterNesterovState:
+        _check_floating(params, "parameter")
+        return OuterNesterovState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params))
+
+    def update(
+        merged: Any, state: OuterNesterovState, params: Any = None, **extra: Any
+    ) -> tuple[Any, OuterNesterovState]:
+        del params, extra  # Part of the optax signature; unused here.
+        rate = outer_lr(state.round) if callable(outer_lr) else outer_lr
+        deltas, treedef = jax.tree.flatten(merged)
+        momenta = _aligned(merged, state.momentum, "momentum")
+        _check_shapes(merged, momenta, "momentum")
+        pairs = [
+            _nesterov(delta, momentum, rate, outer_momentum)
+            for delta, momentum in zip(deltas, momenta, strict=True)
+        ]
+        steps, momenta = ([pair[i] for pair in pairs] for i in (0, 1))
+        state = OuterNesterovState(state.round + 1, jax.tree.unflatten(treedef, momenta))
+        return jax.tree.unflatten(treedef, steps), state
+
+    return _transformation(init, update)
+
+
+def fp32_master() -> optax.GradientTransformationExtraArgs:
+    """Lets steps smaller than half an ulp of a bf16 or fp16 parameter add up. The last link.
+
+        master <- master + update
+        out    <- narrow(master) - params        in fp32
+
+    so that `optax.apply_updates` arrives at `narrow(master)`, unless a value changes by more than
+    2^16 times its size in one round (2^13 for fp16). An element whose master no longer rounds to
+    the parameter it is given was changed from outside (other parameters loaded, a transformation
+    after this one) and starts again from the parameter. Where a master leaves the type's range, its
+    parameter stays at the largest finite value.
+
+    Wide parameters have no master; their updates pass through. `update` without `params` raises
+    optax's usual error where there is a master, and works otherwise.
+
+    Limit case: 100 updates of 0.001 take a bf16 parameter from 1 to 1.1015625, the bf16 number next
+    to 1.1; without a master it stays at 1.
+    """
+
+    def init(params: Any) -> Fp32MasterState:
+        _check_floating(params, "parameter")
+        return Fp32MasterState(jax.tree.map(_master_of, params))
+
+    def update(
+        updates: Any, state: Fp32MasterState, params: Any = None, **extra: Any
+    ) -> tuple[Any, Fp32MasterState]:
+        del extra  # Part of the optax signature; unused here.
+        leaves, treedef = jax.tree.flatten(updates)
+        masters = _aligned(updates, state.master, "master copies")
+        if params is None and any(master is not None for master in masters):
+            raise UsageError(_NO_PARAMS)
+        if params is None:
+            return updates, state
+        params_flat = _aligned(updates, params, "parameters")
+        _check_shapes(updates, params_flat, "parameter")
+        pairs = [
+            (update, None) if master is None else _advance(update, param, master)
+            for update, param, master in zip(leaves, params_flat, masters, strict=True)
+        ]
+        steps, masters = ([pair[i] for pair in pairs] for i in (0, 1))
+        return jax.tree.unflatten(treedef, steps), Fp32MasterState(
+            jax.tree.unflatten(treedef, masters)
+        )
+
+    return _transformation(init, update)
+
+
+def diloco_outer(
+    merge: Merge | Any = Rda(),  # noqa: B008 (frozen, so one default serves all calls)
+    outer_lr: ScalarOrSchedule = 0.7,
+    outer_momentum: Scalar = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo's outer optimiser: `chain(merge_deltas(...), outer_nesterov(...), fp32_master())`.
+
+        tx = diloco_outer()
+        state = tx.init(anchor)
+        updates, state = tx.update(deltas, state, anchor, weights=weights)
+        anchor = optax.apply_updates(anchor, updates)
+
+    `deltas` are `anchor - params` of each contribution, stacked on a leading axis; `weights` are
+    theirs. Updates are fp32, whatever the parameters are. One thing it adds to the chain: when no
+    row takes part (all weights zero, or nothing finite) the round is void, the updates are zero and
+    momentum, master and round stay as they were. The bare chain would coast on its momentum.
+
+    Use it as any optax optimiser, with these differences:
+
+    * `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, deltas, weights=weights)` works, with
+      `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on ("unexpected keyword
+      argument 'weights'"): call `state.tx.update(deltas, state.opt_state, state.params,
+      weights=weights)`.
+    * What clips, wraps or masks goes after the merge, not around or before it; see `CHAIN`. Around
+      it `apply_if_finite` and `conditionally_transform` fail in JAX before we can speak ("cond
+      branches must have equal output types"), `lookahead` in optax ("unexpected keyword argument
+      'weights'"), and `masked` or a `partition` with `set_to_zero` leaves leaves stacked, silently.
+      Before it `clip_by_global_norm` clips all contributions together, silently.
+    * Under `inject_hyperparams` with bf16 or fp16 parameters pass `hyperparam_dtype=jnp.float32`,
+      or an `outer_lr` of 0.7 becomes 0.699.
+    * Python integers from 2**31 on as arguments of your own `jit` are refused by JAX before we can
+      speak ("OverflowError"): pass floats, as `contribution_weight` gives.
+
+    Raises `UsageError` (see the three parts).
+
+    Limit case: `outer_lr=1, outer_momentum=0` with the weighted mean is parameter averaging.
+    """
+    chain = optax.chain(
+        merge_deltas(merge), outer_nesterov(outer_lr, outer_momentum), fp32_master()
+    )
+
+    def update(
+        deltas: Any, state: Any, params: Any = None, *, weights: Any, **extra: Any
+    ) -> tuple[Any, Any]:
+        updates, after = chain.update(deltas, state, params, weights=weights, **extra)
+        merge_state, *later = cast("tuple[Any, ...]", after)
+        held = merge_state.turnout.merged > 0
+        updates = jax.tree.map(lambda step: _choose(held, step, 0), updates)
+        later = jax.tree.map(lambda new, old: _choose(held, new, old), tuple(later), state[1:])
+        return updates, (merge_state, *later)
+
+    return _transformation(chain.init, update)
+
+
+def _transformation(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
+    """optax's type has no place for a required keyword, and calls what comes in `updates`."""
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@jax.jit
+def _zeros(param: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
+    """Zeros that depend on the parameter: plain ones come out of a jitted `init` replicated."""
+    wide = jnp.abs(param.astype(_wide(param.dtype)))  # 0 · -1 would be -0.
+    return jnp.where(jnp.isfinite(wide), 0 * wide, 0)
+
+
+@jax.jit
+def _nesterov(
+    delta: Float[Array, " *leaf"], momentum: Float[Array, " *leaf"], rate: Any, beta: Any
+) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
+    delta, rate, beta = (jnp.asarray(x).astype(momentum.dtype) for x in (delta, rate, beta))
+    momentum = beta * momentum + delta
+    return -rate * (delta + beta * momentum), momentum
+
+
+def _master_of(param: Any) -> Array | None:
+    dtype = jnp.result_type(param)
+    return None if _wide(dtype) == dtype else _widen(param)
+
+
+@jax.jit
+def _widen(param: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
+    return param.astype(jnp.float32)
+
+
+@jax.jit
+def _advance(
+    update: Float[Array, " *leaf"], param: Float[Array, " *leaf"], master: Float[Array, " *leaf"]
+) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
+    shown = param.astype(jnp.float32)
+    master = jnp.where(_narrow(master, param.dtype) == param, master, shown)
+    master = master + update.astype(jnp.float32)
+    return _narrow(master, param.dtype).astype(jnp.float32) - shown, master
+
+
+def _narrow(master: Float[Array, " *leaf"], dtype: Any) -> Float[Array, " *leaf"]:
+    """Rounds, and keeps XLA from leaving the rounding out where the result is widened again."""
+    largest = float(jnp.finfo(dtype).max)
+    return jax.lax.optimization_barrier(jnp.clip(master, -largest, largest).astype(dtype))
+
+
+@jax.jit
+def _choose(held: Array, then: Array, otherwise: Any) -> Array:
+    return jnp.where(held, then, otherwise)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _weights(weights: Any) -> Array:
+    """`weights` as an fp32 vector; Python integers of any size are welcome."""
+    if isinstance(weights, (list, tuple)):
+        traced = any(isinstance(weight, jax.Array) for weight in weights)
+        weights = jnp.stack(weights) if traced else np.asarray(weights, np.float32)
+    if not hasattr(weights, "dtype") or jnp.ndim(weights) != 1 or weights.shape[0] == 0:
+        raise UsageError(
+            f"`weights` must hold one number for each contribution, at least one, got {weights!r}. "
+            "Use `contribution_weight` for each."
+        )
+    return jnp.asarray(weights).astype(jnp.float32)
+
+
+def _aligned(deltas: Any, tree: Any, what: str) -> list[Any]:
+    """The parts of `tree` at the leaves of `deltas`, in tree order."""
+    try:
+        return jax.tree.structure(deltas).flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"The deltas have another tree than the {what}: {_difference(deltas, tree)}. {_WAY_OUT}"
+        ) from error
+
+
+def _difference(deltas: Any, tree: Any) -> str:
+    """How two trees differ, in a few names."""
+    here, there = ({names[0] for names in leaf_names(each)} for each in (deltas, tree))
+    only = [
+        f"only in the {whose} {', '.join(map(repr, sorted(names)[:3]))}"
+        for whose, names in (("deltas", here - there), ("other", there - here))
+        if names
+    ]
+    containers = f"same names in other containers ({type(deltas).__name__} at the top)"
+    return "; ".join(only) or containers
+
+
+def _check_stacked(deltas: Any, rows: int, params: Any) -> None:
+    _check_floating(deltas, "delta")
+    leaves = jax.tree.leaves(deltas)
+    like = leaves if params is None else _aligned(deltas, params, "parameters")
+    for i, (leaf, param) in enumerate(zip(leaves, like, strict=True)):
+        shape = jnp.shape(leaf)
+        wanted = (rows, *(shape[1:] if params is None else jnp.shape(param)))
+        if shape != wanted:
+            raise UsageError(
+                f"The delta of {leaf_names(deltas)[i][0]!r} has shape {shape}, wanted {wanted}, as "
+                f"there are {rows} weights. {_WAY_OUT}"
+            )
+
+
+def _check_shapes(tree: Any, like: Sequence[Any], what: str) -> None:
+    for i, (leaf, other) in enumerate(zip(jax.tree.leaves(tree), like, strict=True)):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise UsageError(
+                f"The merged delta of {leaf_names(tree)[i][0]!r} has shape {jnp.shape(leaf)}, its "
+                f"{what} has {jnp.shape(other)}. {_WAY_OUT}"
+            )
+
+
+def _check_floating(tree: Any, what: str) -> None:
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        try:
+            dtype = jnp.result_type(leaf)
+        except (TypeError, ValueError):
+            dtype = type(leaf).__name__
+        if not (isinstance(dtype, np.dtype) and is_held(dtype)):
+            raise UsageError(
+                f"The {what} {leaf_names(tree)[i][0]!r} is {dtype}, wanted float32, bfloat16, "
+                "float16 or float64. Take it out of the tree: only floating point is merged."
+            )
+
+
+def _check_number(name: str, value: Any, *, upto: float) -> None:
+    if isinstance(value, (int, float)) and not (0 <= value < upto):
+        limit = "" if upto == math.inf else f" and below {upto}"
+        raise UsageError(f"`{name}` must be at least 0{limit}, got {value}.")
