@@ -280,8 +280,13 @@ def _read(path: str, start: int, stop: int | None) -> bytes | None:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(*_NOT_THERE):
+    try:
         os.unlink(path)
+    except _NOT_THERE:
+        return
+    except OSError:
+        if not os.path.isdir(path):  # A directory is no object. Linux says EISDIR, others EPERM.
+            raise
 
 
 def _make_directory(path: str) -> None:
