@@ -1,0 +1,276 @@
+"""Stores that misbehave on request, and one that counts.
+
+    store = FaultyStore(MemoryStore(), {3: LOSE_ANSWER, 5: FAIL})
+
+The third request is carried out and its answer lost; the fifth never arrives. A function says more:
+`lambda call: FAIL if call.verb == "list" and call.number < 20 else None` is an outage of listings,
+and one that blocks is a slow store. A fault that a verb does not have leaves it as it is, so every
+fault can be tried at every request. The same script gives the same faults every time: there is no
+chance in here. Requests count from 1, over all verbs, in the order in which they arrive.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from jdiloco.errors import StoreUnavailable
+from jdiloco.store.arguments import as_views
+from jdiloco.store.base import Buffer, Entry, Store
+
+T = TypeVar("T")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One request as a script sees it."""
+
+    number: int  # The first is 1.
+    verb: str  # `create`, `get`, `list` or `delete`.
+    key: str  # The prefix, for `list`; for `delete` the keys with blanks between them.
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The request never arrives: nothing happens and StoreUnavailable is raised."""
+
+
+class LoseAnswer(msgspec.Struct, frozen=True):
+    """The request is carried out; then StoreUnavailable is raised."""
+
+
+class SayTaken(msgspec.Struct, frozen=True):
+    """A `create` answers that the key is taken and stores nothing, whether it is taken or not."""
+
+
+class IgnoreCondition(msgspec.Struct, frozen=True):
+    """A `create` replaces what is there and answers that it created it."""
+
+
+class Hide(msgspec.Struct, frozen=True):
+    """Keys stay out of the next `lists` listings; `get` finds them all the same.
+
+    Said of a `create`, its key; said of a `list`, every key that contains `part`, beginning with
+    that very listing.
+    """
+
+    lists: int = 1
+    part: str = ""
+
+
+class Crash(msgspec.Struct, frozen=True):
+    """The process dies: once the request is carried out, or before it. No later one arrives."""
+
+    before: bool = False
+
+
+Fault = Fail | LoseAnswer | SayTaken | IgnoreCondition | Hide | Crash
+Script = Mapping[int, Fault | None] | Callable[[Call], Fault | None]
+
+FAIL = Fail()
+LOSE_ANSWER = LoseAnswer()
+SAY_TAKEN = SayTaken()
+IGNORE_CONDITION = IgnoreCondition()
+CRASH = Crash()
+
+
+class Crashed(BaseException):
+    """Stands for a killed process. No Exception, so that nothing which tidies up catches it."""
+
+
+class FaultyStore:
+    """`inner`, but for what `script` orders. `calls` holds every request so far, in order."""
+
+    def __init__(self, inner: Store, script: Script) -> None:
+        self.inner = inner
+        self.calls: builtins.list[Call] = []
+        self._script = script
+        self._lock = threading.Lock()
+        self._crashed = False
+        self._hidden: builtins.list[_Hidden] = []
+
+    @property
+    def url(self) -> str:
+        """That of the store within."""
+        return self.inner.url
+
+    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
+        """See `Store.create`."""
+        fault = self._next("create", key)
+        match fault:
+            case SayTaken():
+                return False
+            case IgnoreCondition():
+                self.inner.delete([key])
+            case Hide(lists):
+                self._hide(lambda other: other == key, lists)
+        return self._answer(fault, lambda: self.inner.create(key, data))
+
+    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
+        """See `Store.get`."""
+        fault = self._next("get", key)
+        return self._answer(fault, lambda: self.inner.get(key, start=start, stop=stop))
+
+    def list(self, prefix: str, *, after: str = "") -> builtins.list[Entry]:
+        """See `Store.list`."""
+        fault = self._next("list", prefix)
+        if isinstance(fault, Hide):
+            part = fault.part
+            self._hide(lambda key: part in key, fault.lists)
+        rows = self._answer(fault, lambda: self.inner.list(prefix, after=after))
+        hiding = self._count_listing()
+        return [row for row in rows if not any(hidden.hides(row.key) for hidden in hiding)]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`."""
+        doomed = builtins.list(keys)
+        fault = self._next("delete", " ".join(doomed))
+        self._answer(fault, lambda: self.inner.delete(doomed))
+
+    def _next(self, verb: str, key: str) -> Fault | None:
+        """Counts the request, asks the script about it and does what comes before the request."""
+        with self._lock:
+            if self._crashed:
+                raise Crashed("This process died at an earlier request.")
+            call = Call(len(self.calls) + 1, verb, key)
+            self.calls.append(call)
+        script = self._script
+        fault = script.get(call.number) if isinstance(script, Mapping) else script(call)
+        match fault:
+            case Fail():
+                raise StoreUnavailable(f"{verb} `{key}`: request {call.number} was made to fail.")
+            case Crash(before=True):
+                self._crash()
+        return fault
+
+    def _answer(self, fault: Fault | None, request: Callable[[], T]) -> T:
+        """Carries out the request and does what comes after it."""
+        answer = request()
+        match fault:
+            case LoseAnswer():
+                raise StoreUnavailable("The request was carried out and its answer lost.")
+            case Crash():
+                self._crash()
+        return answer
+
+    def _crash(self) -> None:
+        self._crashed = True
+        raise Crashed("This process was made to die.")
+
+    def _hide(self, hides: Callable[[str], bool], lists: int) -> None:
+        with self._lock:
+            self._hidden.append(_Hidden(hides, lists))
+
+    def _count_listing(self) -> Sequence[_Hidden]:
+        """What is hidden from the listing being answered; counts it against each."""
+        with self._lock:
+            hiding = self._hidden
+            left = [_Hidden(hidden.hides, hidden.lists - 1) for hidden in hiding]
+            self._hidden = [hidden for hidden in left if hidden.lists > 0]
+        return hiding
+
+
+class _Hidden(msgspec.Struct, frozen=True):
+    hides: Callable[[str], bool]
+    lists: int
+
+
+def crash_after(requests: int) -> Script:
+    """The script of a process that carries out so many requests and dies; 0: dies at the first."""
+    return {1: Crash(before=True)} if requests == 0 else {requests: CRASH}
+
+
+def crash_prefixes(
+    make: Callable[[], Store], program: Callable[[Store], object], *, requests_max: int = 1000
+) -> Iterator[tuple[int, Store]]:
+    """Runs `program` again and again, killing it after 0, 1, 2, … requests, until it ends.
+
+    Each run has a fresh store from `make`. Yields how many requests were carried out and the store
+    as the dead process left it, for the caller to restart from; last comes the run that ended.
+    """
+    for requests in range(requests_max + 1):
+        store = FaultyStore(make(), crash_after(requests))
+        try:
+            program(store)
+        except Crashed:
+            yield requests, store.inner
+            continue
+        yield len(store.calls), store.inner
+        return
+    raise AssertionError(f"the program had not ended after {requests_max} requests")
+
+
+class Tally(msgspec.Struct):
+    """What went through one verb."""
+
+    requests: int = 0
+    keys: int = 0  # Created, found, listed, or asked to be deleted.
+    bytes: int = 0  # Bodies sent or received; of listings the keys.
+
+
+class CountingStore:
+    """`inner`, with `tallies` of what went through each verb. A request that raises counts too."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.tallies: dict[str, Tally] = {}
+        self._lock = threading.Lock()
+        self.reset()
+
+    @property
+    def url(self) -> str:
+        """That of the store within."""
+        return self.inner.url
+
+    @property
+    def requests(self) -> int:
+        """Requests of all verbs."""
+        return sum(tally.requests for tally in self.tallies.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all verbs."""
+        return sum(tally.bytes for tally in self.tallies.values())
+
+    def reset(self) -> None:
+        """Starts counting from nothing; `tallies` handed out before stay as they are."""
+        with self._lock:
+            self.tallies = {verb: Tally() for verb in ("create", "get", "list", "delete")}
+
+    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
+        """See `Store.create`."""
+        views = as_views(data)
+        self._count("create", requests=1, bytes=sum(view.nbytes for view in views))
+        created = self.inner.create(key, views)
+        self._count("create", keys=int(created))
+        return created
+
+    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> builtins.bytes | None:
+        """See `Store.get`."""
+        self._count("get", requests=1)
+        body = self.inner.get(key, start=start, stop=stop)
+        if body is not None:
+            self._count("get", keys=1, bytes=len(body))
+        return body
+
+    def list(self, prefix: str, *, after: str = "") -> builtins.list[Entry]:
+        """See `Store.list`."""
+        self._count("list", requests=1)
+        rows = self.inner.list(prefix, after=after)
+        self._count("list", keys=len(rows), bytes=sum(len(row.key) for row in rows))
+        return rows
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`."""
+        doomed = builtins.list(keys)
+        self._count("delete", requests=1, keys=len(doomed))
+        self.inner.delete(doomed)
+
+    def _count(self, verb: str, *, requests: int = 0, keys: int = 0, bytes: int = 0) -> None:
+        with self._lock:
+            tally = self.tallies[verb]
+            tally.requests += requests
+            tally.keys += keys
+            tally.bytes += bytes
