@@ -1,0 +1,78 @@
+"""DiLoCo for JAX: train one model on machines that barely talk to each other.
+
+    Session, load             a node's place in a run; the newest committed model without joining
+    DiLoCo                    the settings of a run
+    rda, weighted_mean        how the deltas of a round become one
+    by_bytes, strided         how a model is cut into fragments
+    diloco_outer              the same merge and outer step as an optax transformation
+    merge_deltas, outer_nesterov, fp32_master      its three links
+    contribution_weight       samples² / steps
+    path_names, explain_routing                    what tensors are called, and how each is merged
+
+Names are imported when they are first used, so that `jdiloco --help` does not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdiloco.algo.merges import contribution_weight, rda, weighted_mean
+    from jdiloco.algo.outer import diloco_outer, fp32_master, merge_deltas, outer_nesterov
+    from jdiloco.algo.partition import by_bytes, strided
+    from jdiloco.algo.paths import path_names
+    from jdiloco.algo.routing import explain_routing
+    from jdiloco.callbacks import JsonLines, log_events
+    from jdiloco.runtime.algorithm import DiLoCo
+    from jdiloco.session import Session, load
+
+_HOMES = {
+    "DiLoCo": "jdiloco.runtime.algorithm",
+    "JsonLines": "jdiloco.callbacks",
+    "Session": "jdiloco.session",
+    "by_bytes": "jdiloco.algo.partition",
+    "contribution_weight": "jdiloco.algo.merges",
+    "diloco_outer": "jdiloco.algo.outer",
+    "explain_routing": "jdiloco.algo.routing",
+    "fp32_master": "jdiloco.algo.outer",
+    "load": "jdiloco.session",
+    "log_events": "jdiloco.callbacks",
+    "merge_deltas": "jdiloco.algo.outer",
+    "outer_nesterov": "jdiloco.algo.outer",
+    "path_names": "jdiloco.algo.paths",
+    "rda": "jdiloco.algo.merges",
+    "strided": "jdiloco.algo.partition",
+    "weighted_mean": "jdiloco.algo.merges",
+}
+
+__all__ = [
+    "DiLoCo",
+    "JsonLines",
+    "Session",
+    "by_bytes",
+    "contribution_weight",
+    "diloco_outer",
+    "explain_routing",
+    "fp32_master",
+    "load",
+    "log_events",
+    "merge_deltas",
+    "outer_nesterov",
+    "path_names",
+    "rda",
+    "strided",
+    "weighted_mean",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jdiloco' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

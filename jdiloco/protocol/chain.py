@@ -37,11 +37,16 @@ class Chain:
     read: int  # The newest round whose record has been read, -1 for none.
     tip: str  # SHA-256 of that record, of the manifest for none.
     bases: tuple[str, ...]  # SHA-256 of the record that made each fragment's version.
-    heads: tuple[int, ...]  # The round of that record, -1 for the initial values.
+    records: tuple[RoundRecord | None, ...]  # That record, None for the initial values.
     versions: tuple[int, ...]
     named: Life  # Who closes the next round.
     timing: Timing
     checkpoint: Checkpoint
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Per fragment the round that made its version, -1 for the initial values."""
+        return tuple(-1 if record is None else record.round for record in self.records)
 
     @property
     def round(self) -> int:
@@ -63,7 +68,7 @@ def begin(manifest: Manifest, data: bytes) -> Chain:
         read=-1,
         tip=digest,
         bases=(digest,) * count,
-        heads=(-1,) * count,
+        records=(None,) * count,
         versions=(0,) * count,
         named=Life(manifest.closer, 1),
         timing=Timing(),
@@ -71,14 +76,20 @@ def begin(manifest: Manifest, data: bytes) -> Chain:
     )
 
 
-def resume(chain: Chain, newest: RoundRecord, data: bytes, bases: tuple[str, ...]) -> Chain:
-    """Jumps to the newest record, for a node that joins; `bases` are the hashes of its heads."""
+def resume(
+    chain: Chain,
+    newest: RoundRecord,
+    data: bytes,
+    records: tuple[RoundRecord | None, ...],
+    bases: tuple[str, ...],
+) -> Chain:
+    """Jumps to the newest record, for a node that joins; `records` are its heads'."""
     return replace(
         chain,
         read=newest.round,
         tip=sha256(data),
         bases=bases,
-        heads=newest.heads,
+        records=records,
         versions=newest.versions,
         named=Life(newest.next_closer, newest.next_incarnation),
         timing=newest.timing,
@@ -98,13 +109,14 @@ def follow(chain: Chain, record: RoundRecord, data: bytes) -> Chain:
     digest = sha256(data)
     index = record.fragment
     bases = chain.bases if record.void else _put(chain.bases, index, digest)
+    records = chain.records if record.void else _put(chain.records, index, record)
     newer = record.checkpoint.round > chain.checkpoint.round
     return replace(
         chain,
         read=record.round,
         tip=digest,
         bases=bases,
-        heads=record.heads,
+        records=records,
         versions=record.versions,
         named=Life(record.next_closer, record.next_incarnation),
         timing=record.timing,

@@ -209,7 +209,7 @@ class Merge(Effect):
     attempt: int
     write_id: str
     fragment: int
-    head: int  # The round that made the version it starts from, -1 for the initial one.
+    base: RoundRecord | None  # Whose version it starts from, None for the initial one.
     contributions: tuple[ContributionKey, ...]
     weights: tuple[float, ...]
     final: bool  # Every participant is leaving: no outer learning rate, no momentum.
@@ -227,6 +227,14 @@ class Forget(Effect):
     """The record of `round` has been read: what is held for it is no longer needed."""
 
     round: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Took(Effect):
+    """A record has been read; `own` when it is this node's. Comes before what follows from it."""
+
+    record: RoundRecord
+    own: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,7 +257,7 @@ class Save(Effect):
     """Write a run checkpoint of the values after `round` under `prefix`."""
 
     round: int
-    heads: tuple[int, ...]
+    records: tuple[RoundRecord | None, ...]  # Per fragment whose version, None for the initial one.
     versions: tuple[int, ...]
     prefix: str
 

@@ -143,9 +143,13 @@ class Keys:
         """Reads a key below `log`; None for one that nobody of us wrote."""
         rest = key.removeprefix(self.log)
         if match := _BEAT.fullmatch(rest):
-            numbers = (int(match[name]) for name in ("inc", "beat"))
             return BeatKey(
-                match["node"], *numbers, match["phase"], int(match["step"]), int(match["next"])
+                node=match["node"],
+                incarnation=int(match["inc"]),
+                beat=int(match["beat"]),
+                phase=match["phase"],
+                step=int(match["step"]),
+                next_round=int(match["next"]),
             )
         if not (match := _LOG.fullmatch(rest)):
             return None

@@ -174,11 +174,12 @@ def waiting_for(state: LearnerState) -> int | None:
     return min(late, default=None)
 
 
-def steps_to_due(state: LearnerState) -> int:
-    """Steps after which `trained` may have an effect; 0 when it may have one now."""
-    if state.follow == state.next_round or state.finishing:
-        return 0
-    return max(0, _gap(state) - state.since)
+def steps_to_due(state: LearnerState) -> int | None:
+    """Steps after which `trained` may have an effect; None when only a commit can change that."""
+    index = fragment_of(state.next_round, state.rules.fragments)
+    if not _may_publish(state, state.fragments[index]):
+        return None
+    return 1 if state.follow == state.next_round else max(1, _gap(state) - state.since)
 
 
 def _gap(state: LearnerState) -> int:
@@ -187,22 +188,25 @@ def _gap(state: LearnerState) -> int:
 
 
 def trained(
-    state: LearnerState, *, steps: int, samples: int
+    state: LearnerState, *, steps: int, samples: int, last_call: int = 1
 ) -> tuple[LearnerState, tuple[Effect, ...]]:
-    """Counts steps and samples towards every fragment and takes what is due."""
+    """Counts steps and samples towards every fragment and takes what is due.
+
+    Calls in which nothing can be due may be counted together; `last_call` says how many of the
+    steps the newest one covered.
+    """
+    counted_state = counted(state, steps=steps, samples=samples)
+    return _publish(replace(counted_state, last_call=last_call))
+
+
+def counted(state: LearnerState, *, steps: int, samples: int) -> LearnerState:
+    """Counts steps and samples towards every fragment, before anything else is decided."""
     more = Counters(steps, samples)
     fragments = tuple(
         replace(held, counters=held.counters + more, ledger=held.ledger.train(samples))
         for held in state.fragments
     )
-    state = replace(
-        state,
-        fragments=fragments,
-        steps=state.steps + steps,
-        since=state.since + steps,
-        last_call=steps,
-    )
-    return _publish(state)
+    return replace(state, fragments=fragments, steps=state.steps + steps, since=state.since + steps)
 
 
 def follow(state: LearnerState, round: int) -> tuple[LearnerState, tuple[Effect, ...]]:

@@ -139,7 +139,7 @@ class Participant(msgspec.Struct, frozen=True):
     counters: Counters
     ledger: Ledger
     weight: float
-    sha256: str  # Of the whole contribution.
+    sha256: str  # Of the contribution's key, head and tensors.
     final: bool = False
 
 

@@ -95,7 +95,7 @@ def _merge(turn: Turn) -> None:
             attempt=attempt,
             write_id=name,
             fragment=fragment,
-            head=state.chain.heads[fragment],
+            base=state.chain.records[fragment],
             contributions=tuple(report.key for report in closing.merging),
             weights=tuple(report.weight for report in closing.merging),
             final=all(report.key.final for report in closing.merging),

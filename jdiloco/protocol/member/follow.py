@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from jdiloco import events
 from jdiloco.errors import FormatError
 from jdiloco.protocol import chain as chains
@@ -62,7 +64,9 @@ def take_record(turn: Turn, data: bytes) -> None:
     own = data == state.closing.record  # By its bytes, not by who seems to have won.
     if own and state.waits.merging is not None:
         commit = mix(followed.timing.commit, turn.now - state.waits.merging)
-        followed = replace(followed, timing=replace(followed.timing, commit=commit))
+        timing = msgspec.structs.replace(followed.timing, commit=commit)
+        followed = replace(followed, timing=timing)
+    turn.add(fx.Took(record, own))
     _discard(turn, own=own)
     turn.set(
         chain=followed,
@@ -222,7 +226,7 @@ def _save(turn: Turn) -> None:
     me = state.me
     prefix = state.keys.checkpoint(state.chain.read, me.node, me.incarnation, number)
     turn.set(saving=True, save_number=number)
-    turn.add(fx.Save(state.chain.read, state.chain.heads, state.chain.versions, prefix))
+    turn.add(fx.Save(state.chain.read, state.chain.records, state.chain.versions, prefix))
 
 
 def on_saved(turn: Turn, event: fx.Saved) -> None:

@@ -1,0 +1,207 @@
+"""The settings of a run, as a user writes them and as the manifest keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jdiloco.algo import merges, partition
+from jdiloco.algo.merges import Merge, rda
+from jdiloco.algo.partition import Partition, by_bytes
+from jdiloco.errors import RunConfigMismatch, UsageError
+from jdiloco.protocol.rules import Rules
+
+WIRE_DTYPES = (None, "float32", "bfloat16", "float16")
+SMALL_SYNC_EVERY = 10
+"""Below this many steps successive deltas agree, and a momentum of 0.9 multiplies a step by 10."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """How a run trains. Two nodes of one run must agree on every field; the manifest holds them.
+
+    Decoupled DiLoCo is the default. Standard DiLoCo is `fragments=1, in_flight=1, overlap_steps=0,
+    merge=weighted_mean()` with `quorum_size` the number of nodes; Local SGD is `outer_lr=1,
+    outer_momentum=0, merge=weighted_mean()`: each commit is then the weighted average of the
+    learners' parameters.
+    """
+
+    sync_every: int
+    """Steps between two syncs of one fragment (H). More saves bandwidth and lets learners drift
+    further apart; 24 to 500 is usual."""
+
+    fragments: int
+    """Into how many parts the model is cut (P ≤ H, at most one per tensor). More spreads the
+    traffic; 1 sends everything at once, 8 to 24 is usual for a large model."""
+
+    merge: Merge = dataclasses.field(default_factory=rda)
+    """How the deltas of a round become one: `rda()` keeps their length, `weighted_mean()` lets
+    disagreement shorten it."""
+
+    outer_lr: float = 0.7
+    """η of the outer step. 0.7 for most models; 1 with no momentum takes the merge as it is."""
+
+    outer_momentum: float = 0.9
+    """β of the outer step. Multiplies a steady delta by up to 1/(1 − β): use less where
+    `sync_every` is below about 10."""
+
+    in_flight: int | None = None
+    """Rounds that a learner may have published and not yet aligned (τ), at most `fragments`. None
+    is the smaller of 2 and `fragments`."""
+
+    overlap_steps: int | None = None
+    """Steps a learner may train past a round it published before it waits for the commit. 0 is
+    standard DiLoCo's barrier; None never waits."""
+
+    follow: int | None = None
+    """Publish early once this many others have reported to the round. 0 never does; None is one
+    less than the quorum or than the learners there are, at least 1."""
+
+    quorum_size: int = 1
+    """Contributions after which a round may close. 1 never waits for anybody; the number of nodes
+    waits for all of them, while they live."""
+
+    grace_seconds: float | None = None
+    """How long a closable round goes on collecting. None estimates it from the time that the steps
+    in flight leave, 0 closes at once."""
+
+    round_seconds: float | None = None
+    """A round with at least one contribution closes after this long. None: no such limit."""
+
+    partition: Partition = dataclasses.field(default_factory=by_bytes)
+    """Which tensors make a fragment: `by_bytes()` or `strided(block_pattern)`."""
+
+    delta_dtype: str | None = None
+    """Precision of deltas on the wire: None (the parameter's own), "float32", "bfloat16" or
+    "float16". Deltas are subtracted in float32 before they are narrowed."""
+
+    flush_on_close: bool = False
+    """Whether a node that has run out of data publishes the steps of its unfinished rounds."""
+
+    keep_rounds: int = 2
+    """Rounds after which contributions are removed from the mailbox; until then the round can be
+    recomputed from them."""
+
+    checkpoint_every: int = 10
+    """Cycles of `fragments` rounds between two run checkpoints. Fewer make joining quicker."""
+
+    beat_seconds: float = 10.0
+    """How often a node says that it is alive. At least four polls; each is one small object."""
+
+    lease_seconds: float = 30.0
+    """Silence after which a node counts as dead, and how long its death can delay a round. At least
+    two beats."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "sync_every", "fragments", "quorum_size", "checkpoint_every")
+        _check_fragments(self)
+        _check_choices(self)
+        merges.check_merge(self.merge)
+        if self.outer_momentum > 0.8 and self.sync_every < SMALL_SYNC_EVERY:
+            warnings.warn(
+                f"`outer_momentum` {self.outer_momentum} with `sync_every` {self.sync_every}: "
+                "deltas of so few steps agree, so momentum multiplies the outer step by up to "
+                f"{1 / (1 - self.outer_momentum):.0f}. Use outer_momentum=0, or sync less often.",
+                stacklevel=3,
+            )
+
+    @property
+    def rounds_in_flight(self) -> int:
+        """`in_flight`, with its default filled in."""
+        return min(2, self.fragments) if self.in_flight is None else self.in_flight
+
+    def rules(self) -> Rules:
+        """What the protocol decides by."""
+        return Rules(
+            sync_every=self.sync_every,
+            fragments=self.fragments,
+            in_flight=self.rounds_in_flight,
+            overlap_steps=self.overlap_steps,
+            follow=self.follow,
+            quorum_size=self.quorum_size,
+            grace_seconds=self.grace_seconds,
+            round_seconds=self.round_seconds,
+            beat_seconds=self.beat_seconds,
+            lease_seconds=self.lease_seconds,
+            keep_rounds=self.keep_rounds,
+            checkpoint_every=self.checkpoint_every,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain values, as the manifest keeps them."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **plain,
+            "merge": merges.to_json(self.merge),
+            "partition": partition.to_json(self.partition),
+            "in_flight": self.rounds_in_flight,
+        }
+
+    def check_against(self, manifest: Mapping[str, Any]) -> None:
+        """Raises RunConfigMismatch unless `manifest` (what `to_json` gave) says the same."""
+        mine = self.to_json()
+        lines = [
+            f"  {name}: the run has {manifest.get(name)!r}, this node {mine.get(name)!r}"
+            for name in sorted({*mine, *manifest})
+            if mine.get(name) != manifest.get(name)
+        ]
+        if lines:
+            listed = "\n".join(lines)
+            raise RunConfigMismatch(
+                f"This node's settings differ from those the run was created with:\n{listed}\n"
+                "Use the run's, or another mailbox for another run."
+            )
+
+
+def _check_positive(algorithm: DiLoCo, *names: str) -> None:
+    for name in names:
+        value = getattr(algorithm, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+
+
+def _check_fragments(algorithm: DiLoCo) -> None:
+    fragments, sync_every = algorithm.fragments, algorithm.sync_every
+    if fragments > sync_every:
+        raise UsageError(
+            f"`fragments` is {fragments} and `sync_every` {sync_every}: each fragment is due once "
+            "in `sync_every` steps, so there can be at most one per step. Use fewer fragments."
+        )
+    if not 1 <= algorithm.rounds_in_flight <= fragments:
+        raise UsageError(
+            f"`in_flight` is {algorithm.in_flight} and `fragments` {fragments}: two rounds in "
+            "flight of one fragment would start from the same version, and the second could only "
+            f"be rejected. Use 1 to {fragments}."
+        )
+
+
+def _check_choices(algorithm: DiLoCo) -> None:
+    for name, least in (
+        ("outer_lr", 0.0),
+        ("outer_momentum", 0.0),
+        ("overlap_steps", 0),
+        ("follow", 0),
+        ("grace_seconds", 0.0),
+        ("round_seconds", 0.0),
+        ("keep_rounds", 0),
+        ("beat_seconds", 0.01),
+    ):
+        value = getattr(algorithm, name)
+        if value is None and name in ("overlap_steps", "follow", "grace_seconds", "round_seconds"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            raise UsageError(f"`{name}` must be a number of at least {least}, got {value!r}.")
+    if algorithm.outer_momentum >= 1:
+        raise UsageError(f"`outer_momentum` must be below 1, got {algorithm.outer_momentum}.")
+    if algorithm.lease_seconds < 2 * algorithm.beat_seconds:
+        raise UsageError(
+            f"`lease_seconds` is {algorithm.lease_seconds} and `beat_seconds` "
+            f"{algorithm.beat_seconds}: one late beat would end a lease. Use at least two beats."
+        )
+    if algorithm.delta_dtype not in WIRE_DTYPES:
+        raise UsageError(
+            f"`delta_dtype` {algorithm.delta_dtype!r} is not one of "
+            f"{', '.join(map(repr, WIRE_DTYPES))}."
+        )

@@ -1,0 +1,25 @@
+"""What equal bytes are promised for: one build on one kind of machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import jax
+import jaxlib
+
+from jdiloco.protocol.records import Build
+
+
+def this_build() -> Build:
+    """The fingerprint of where rounds are closed here: always on the host's CPU."""
+    device = jax.devices("cpu")[0]
+    return Build(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        jaxlib=jaxlib.__version__,
+        machine=platform.machine(),
+        cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+    )

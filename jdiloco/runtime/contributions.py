@@ -1,0 +1,104 @@
+"""Contributions as bytes, and the checks that one must pass before it takes part in a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from jdiloco.errors import FormatError
+from jdiloco.protocol.keys import ContributionKey, Keys
+from jdiloco.protocol.records import ContributionHead
+from jdiloco.runtime import messages
+from jdiloco.store.base import Buffer
+from jdiloco.types import Counters, TensorSpec
+
+COUNT_MAX = 2**53
+"""Steps and samples beyond this are a broken counter, not a fast learner."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """A delta that arrived whole, with what its learner says of it."""
+
+    head: ContributionHead
+    tensors: Mapping[str, np.ndarray]
+    sha256: str  # Of its key, head and tensors.
+
+
+class Rejection(Exception):
+    """A contribution takes no part in its round; `reason` is one of `records.REJECTIONS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def encode(key: str, head: ContributionHead, tensors: Mapping[str, np.ndarray]) -> Sequence[Buffer]:
+    """The object under `key`. Its digest covers key, head and tensors."""
+    text = msgspec.json.encode(head, order="deterministic").decode()
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    metadata = {"head": text, "digest": _digest(key, text, arrays)}
+    return messages.encode(arrays, metadata)
+
+
+def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
+    running = hashlib.sha256(f"{key}\n{head}\n".encode())
+    for array in tensors.values():
+        running.update(array.reshape(-1).view(np.uint8))
+    return running.hexdigest()
+
+
+def decode(key: str, data: bytes | None) -> Contribution:
+    """Reads a contribution. Raises Rejection("missing") or Rejection("corrupt")."""
+    if data is None:
+        raise Rejection("missing")
+    try:
+        message = messages.decode(data)
+        text = message.metadata["head"]
+        digest = _digest(key, text, message.tensors)
+        if message.metadata["digest"] != digest:
+            raise Rejection("corrupt")
+        head = msgspec.json.decode(text, type=ContributionHead)
+    except (FormatError, KeyError, msgspec.MsgspecError) as error:
+        raise Rejection("corrupt") from error
+    return Contribution(head, message.tensors, digest)
+
+
+def check(
+    found: Contribution,
+    key: ContributionKey,
+    keys: Keys,
+    specs: Sequence[TensorSpec],
+    *,
+    fragment: int,
+    version: int,
+    delta_dtype: str | None,
+) -> None:
+    """Raises Rejection unless the contribution belongs into this round; looks at no values."""
+    head = found.head
+    said = (head.run, head.node, head.incarnation, head.final)
+    if said != (keys.run, key.node, key.incarnation, key.final):
+        raise Rejection("corrupt")
+    if (head.round, head.fragment, head.version) != (key.round, fragment, version):
+        raise Rejection("stale")
+    if head.empty:
+        raise Rejection("empty")
+    check_counters(head.counters)
+    try:
+        messages.check(found.tensors, specs, dtypes=delta_dtype)
+    except FormatError as error:
+        raise Rejection("schema") from error
+
+
+def check_counters(counters: Counters) -> None:
+    """Raises Rejection unless both are counts that a learner can have reached."""
+    if counters.steps == 0:
+        raise Rejection("zero_steps")
+    if counters.samples == 0:
+        raise Rejection("zero_samples")
+    if not (0 < counters.steps <= COUNT_MAX and 0 < counters.samples <= COUNT_MAX):
+        raise Rejection("counters")

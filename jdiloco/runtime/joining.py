@@ -1,0 +1,164 @@
+"""Joining for real: performs the requests of `protocol.joining` on a store."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jdiloco.errors import FormatError, StoreUnavailable
+from jdiloco.protocol import joining as requests
+from jdiloco.protocol.chain import Chain
+from jdiloco.protocol.joining import Steps
+from jdiloco.protocol.records import Checkpoint, Manifest
+from jdiloco.runtime import checkpoints
+from jdiloco.runtime.checkpoints import RunState
+from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.payloads import Library
+from jdiloco.runtime.schema import Schema
+from jdiloco.store.base import Store
+
+T = TypeVar("T")
+
+TRIES = 8
+"""A request that the store does not answer is sent so often; the waits between grow to seconds."""
+FIRST_WAIT = 0.1
+LONGEST_WAIT = 5.0
+
+
+class Performer:
+    """Drives joining generators. `initial` makes the state of the run's first checkpoint."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        scratch: Path,
+        initial: Callable[[], RunState] | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._scratch = scratch
+        self._initial = initial
+        self._check_stop = check_stop
+        self._saved: queue.SimpleQueue[Checkpoint | Exception] = queue.SimpleQueue()
+
+    def run(self, steps: Steps[T]) -> T:
+        """Performs every request, and returns what the generator returns."""
+        answer: Any = None
+        failure: StoreUnavailable | None = None
+        while True:
+            try:
+                request = steps.throw(failure) if failure else steps.send(answer)
+            except StopIteration as done:
+                return done.value
+            failure = None
+            try:
+                answer = self._with_patience(request)
+            except StoreUnavailable as error:
+                failure = error
+
+    def _with_patience(self, request: requests.Request) -> Any:
+        wait = FIRST_WAIT
+        for left in reversed(range(TRIES)):
+            self._check_stop()
+            try:
+                return self._perform(request)
+            except StoreUnavailable:
+                if isinstance(request, requests.Create):
+                    return False  # It may have landed: the generator reads back.
+                if not left:
+                    raise
+            self._clock.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+        raise AssertionError("unreachable")
+
+    def _perform(self, request: requests.Request) -> Any:
+        match request:
+            case requests.List(prefix, after):
+                return [entry.key for entry in self._store.list(prefix, after=after)]
+            case requests.Get(key):
+                return self._store.get(key)
+            case requests.Create(key, data):
+                return self._store.create(key, data)
+            case requests.Delete(keys):
+                return self._store.delete(keys)
+            case requests.Sleep(seconds):
+                began = self._clock.now()
+                self._clock.sleep(seconds)
+                return self._clock.now() - began
+            case requests.SaveInitial(prefix):
+                threading.Thread(
+                    target=self._save, args=(prefix,), name="jdiloco-create", daemon=True
+                ).start()
+                return None
+            case requests.Saved(seconds):
+                return self._await_saved(seconds)
+        raise AssertionError(f"unreachable: {request}")
+
+    def _save(self, prefix: str) -> None:
+        assert self._initial is not None, "only a node with parameters creates a run"
+        try:
+            state = self._initial()
+            files = checkpoints.write(
+                state,
+                self._store,
+                prefix,
+                scratch=self._scratch,
+                waits=(0.1, 0.3, 1.0),
+                sleep=self._clock.sleep,
+            )
+            self._saved.put(Checkpoint(-1, state.versions, prefix, files))
+        except Exception as error:
+            self._saved.put(error)
+
+    def _await_saved(self, seconds: float) -> Checkpoint | None:
+        try:
+            found = self._saved.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def initial_state(schema: Schema, values: dict[str, np.ndarray]) -> RunState:
+    """What a run begins from: the creator's values, no momentum, version 0 everywhere."""
+    momentum = {spec.name: np.zeros(spec.shape, np.float32) for spec in schema.tensors}
+    master = {
+        spec.name: values[spec.name].astype(np.float32)
+        for spec in schema.tensors
+        if spec.dtype != "float32"
+    }
+    versions = (0,) * len(schema.plan)
+    return RunState(values, momentum, master, versions, -1, b"")
+
+
+def newest_values(
+    performer: Performer, library: Library, manifest: Manifest, data: bytes
+) -> tuple[Chain, dict[str, np.ndarray]]:
+    """Where the run stands, and the newest committed value of every tensor.
+
+    A run goes on while it is read: a payload that is gone by the time it is wanted has been
+    replaced by a newer one, so the records are read again. Raises FormatError when they still name
+    what is gone.
+    """
+    chain = performer.run(requests.read_chain(manifest, data))
+    while True:
+        try:
+            values: dict[str, np.ndarray] = {}
+            for index, record in enumerate(chain.records):
+                values |= library.values(index, record, chain.checkpoint)
+            return chain, values
+        except FormatError:
+            library.forget()
+            newer = performer.run(requests.read_chain(manifest, data))
+            if newer.read == chain.read:
+                raise
+            chain = newer

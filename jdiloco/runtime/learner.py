@@ -1,0 +1,379 @@
+"""The learner for real: it runs in the user's thread, between the user's own steps.
+
+A step where nothing is due counts two integers and looks at a queue. Where a round is due it
+dispatches one jitted subtraction per fragment, compiled when the session opens, and hands the
+result to a library thread, which waits for it.
+
+Two rules keep the user's arrays the user's: anchors and aligned leaves are copies, never the same
+buffer; and an aligned leaf copies dtype, sharding and committedness of the leaf it replaces in that
+same call, so the user's step does not compile again.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdiloco import events
+from jdiloco.protocol import learner as machine
+from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
+from jdiloco.protocol.records import ContributionHead
+from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.node import Commit, Followed, Halt, Node, ToLearner
+from jdiloco.runtime.parameters import Holder
+from jdiloco.runtime.payloads import Tensors
+
+NEVER = 2**62
+WAIT_SECONDS = 0.1
+"""How long a waiting learner sleeps before it looks at the stop flag again."""
+
+Leaves = tuple[jax.Array, ...]
+
+
+class Learner:
+    """One learner's training state between steps."""
+
+    def __init__(
+        self,
+        node: Node,
+        holder: Holder,
+        clock: Clock,
+        values: Mapping[str, np.ndarray],
+        *,
+        check_stop: Callable[[], None],
+    ) -> None:
+        place = node.place
+        self._node = node
+        self._holder = holder
+        self._clock = clock
+        self._check_stop = check_stop
+        self._names = place.schema.plan
+        self._wire = place.algorithm.delta_dtype
+        self._state = machine.joined(
+            place.life,
+            place.algorithm.rules(),
+            read=place.chain.read,
+            versions=place.chain.versions,
+        )
+        self._anchors: list[Leaves] = []
+        self._values = dict(values)  # The newest committed, on the host.
+        self._steps = 0  # Since the machine last heard of them.
+        self._samples = 0
+        self._due = NEVER
+        self._paced_at: float | None = None
+        self._step_seconds: float | None = None
+        self._heard_at = clock.now()  # When a commit last came.
+        self._warned_unchanged = False
+
+    @property
+    def state(self) -> machine.LearnerState:
+        """What the protocol knows of this learner; steps of the newest calls may be missing."""
+        return self._state
+
+    @property
+    def steps(self) -> int:
+        """Steps trained in this life."""
+        return self._state.steps + self._steps
+
+    # Opening and reading
+
+    def open(self, params: Any) -> Any:
+        """Gives the parameters the run's newest values, and compiles what rounds will need."""
+        for index in range(len(self._names)):
+            self._anchors.append(())
+            params = self._replace(params, index)
+            leaves = self._holder.get(params, self._names[index])
+            jax.block_until_ready(_delta(self._anchors[index], leaves, dtype=self._wire))
+        self._plan()
+        self._tell("training")
+        self._node.wake()
+        return params
+
+    def committed(self, params: Any) -> Any:
+        """`params` with the newest committed values of every fragment, as copies."""
+        for names in self._names:
+            leaves = self._holder.get(params, names)
+            params = self._holder.put(
+                params, dict(zip(names, self._copies(names, leaves), strict=True))
+            )
+        return params
+
+    # Stepping
+
+    def step(self, params: Any, *, samples: int, steps: int) -> Any:
+        """Counts a call; publishes and aligns what is due."""
+        self._steps += steps
+        self._samples += samples
+        if self._steps < self._due and self._node.to_learner.empty():
+            self._tell("training")
+            return params
+        params = self._take(params, self._arrived())
+        self._settle_steps()
+        self._state, effects = machine.trained(self._state, steps=0, samples=0, last_call=steps)
+        params = self._perform(params, effects, {})
+        while (round := machine.waiting_for(self._state)) is not None:
+            params = self._wait(params, round)
+        self._plan()
+        self._tell("training")
+        return params
+
+    def _plan(self) -> None:
+        due = machine.steps_to_due(self._state)
+        self._due = NEVER if due is None else due
+
+    def _tell(self, phase: str) -> None:
+        self._node.progress(phase, self.steps, self._state.next_round)
+
+    def _settle_steps(self) -> None:
+        """Counts the steps that the machine has not heard of. What comes later comes after them."""
+        if not self._steps:
+            return
+        self._measure_pace()
+        self._state = machine.counted(self._state, steps=self._steps, samples=self._samples)
+        self._steps = self._samples = 0
+
+    def _measure_pace(self) -> None:
+        """The first steps compile, and say nothing of the pace."""
+        now = self._clock.now()
+        if self._paced_at is not None:
+            pace = (now - self._paced_at) / self._steps
+            old = self._step_seconds
+            self._step_seconds = pace if old is None else 0.9 * old + 0.1 * pace
+        self._paced_at = now
+
+    # Messages
+
+    def _arrived(self) -> list[ToLearner]:
+        items: list[ToLearner] = []
+        while not self._node.to_learner.empty():
+            items.append(self._node.to_learner.get())
+        return items
+
+    def _await(self) -> list[ToLearner]:
+        """Waits a moment for messages, and looks at the stop flag."""
+        self._check_stop()
+        try:
+            first = self._node.to_learner.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            return []
+        return [first, *self._arrived()]
+
+    def _take(self, params: Any, items: list[ToLearner]) -> Any:
+        """Takes up messages in order; of several versions of a fragment only the newest aligns."""
+        if items:
+            self._settle_steps()
+        commits = [item for item in items if isinstance(item, Commit) and item.values is not None]
+        newest = {item.record.fragment: item for item in commits}
+        for item in items:
+            match item:
+                case Halt(error):
+                    raise error
+                case Followed(round):
+                    self._state, _ = machine.follow(self._state, round)
+                case Commit(record):
+                    chosen = newest.get(record.fragment) is item
+                    params = self._commit(params, item, item.values if chosen else None)
+        return params
+
+    def _commit(self, params: Any, item: Commit, values: Tensors | None) -> Any:
+        self._heard_at = self._clock.now()
+        news = News.of(item.record, self._state.life)
+        self._state, effects = machine.committed(self._state, news, values=values is not None)
+        return self._perform(params, effects, values or {})
+
+    def _wait(self, params: Any, round: int) -> Any:
+        """Training pauses for a commit. Time that passes so is no training time."""
+        self.emit(events.Waiting(node=self._state.life.node, round=round))
+        self._tell("waiting")
+        while machine.waiting_for(self._state) is not None:
+            params = self._take(params, self._await())
+        self._paced_at = self._clock.now()
+        return params
+
+    # Effects
+
+    def _perform(self, params: Any, effects: tuple[machine.Effect, ...], values: Tensors) -> Any:
+        for effect in effects:
+            match effect:
+                case Snapshot():
+                    self._publish(params, effect)
+                case Align():
+                    params = self._align(params, effect, values)
+                case Revert():
+                    params = self._replace(params, effect.fragment)
+                case Drop():
+                    self.emit(_dropped(self._state.life.node, effect))
+        return params
+
+    def _publish(self, params: Any, snapshot: Snapshot) -> None:
+        names = self._names[snapshot.fragment]
+        delta: Leaves = ()
+        if not snapshot.empty:
+            leaves = self._holder.get(params, names)
+            anchors = self._near(snapshot.fragment, leaves)
+            delta = _delta(anchors, leaves, dtype=self._wire)
+
+        def fetch() -> Mapping[str, np.ndarray]:
+            host = dict(zip(names, map(np.asarray, delta), strict=bool(delta)))
+            if delta and not any(array.any() for array in host.values()):
+                self._warn_unchanged(snapshot)
+            return host
+
+        self._node.contribute(self._head(snapshot), fetch)
+
+    def _near(self, fragment: int, leaves: Leaves) -> Leaves:
+        """The anchors, moved when the user has moved the parameters to other devices."""
+        anchors = self._anchors[fragment]
+        moved = any(
+            a.sharding.device_set != leaf.sharding.device_set
+            for a, leaf in zip(anchors, leaves, strict=True)
+        )
+        if moved:
+            anchors = self._copies(self._names[fragment], leaves)
+            self._anchors[fragment] = anchors
+        return anchors
+
+    def _warn_unchanged(self, snapshot: Snapshot) -> None:
+        if self._warned_unchanged:
+            return
+        self._warned_unchanged = True
+        self.emit(
+            events.Warned(
+                node=self._state.life.node,
+                message=(
+                    f"No parameter of fragment {snapshot.fragment} changed in "
+                    f"{snapshot.counters.steps} steps. Pass what the step returned to "
+                    "`session.step`; a program that trains a split NNX state passes that state."
+                ),
+            )
+        )
+
+    def _head(self, snapshot: Snapshot) -> ContributionHead:
+        life = self._state.life
+        return ContributionHead(
+            run=self._node.place.manifest.run,
+            round=snapshot.round,
+            fragment=snapshot.fragment,
+            version=snapshot.version,
+            node=life.node,
+            incarnation=life.incarnation,
+            counters=snapshot.counters,
+            ledger=snapshot.ledger,
+            step_seconds=self._step_seconds,
+            final=snapshot.final,
+            empty=snapshot.empty,
+        )
+
+    def _align(self, params: Any, align: Align, values: Tensors) -> Any:
+        self._values.update(values)
+        params = self._replace(params, align.fragment)
+        self.emit(
+            events.Aligned(
+                node=self._state.life.node,
+                round=align.round,
+                fragment=align.fragment,
+                version=align.version,
+            )
+        )
+        return params
+
+    def _replace(self, params: Any, fragment: int) -> Any:
+        """Puts the newest committed values of a fragment into anchor and parameters."""
+        names = self._names[fragment]
+        leaves = self._holder.get(params, names)
+        self._anchors[fragment] = self._copies(names, leaves)
+        fresh = self._copies(names, leaves)
+        return self._holder.put(params, dict(zip(names, fresh, strict=True)))
+
+    def _copies(self, names: tuple[str, ...], leaves: Leaves) -> Leaves:
+        """The committed values, each where the leaf it stands in for is."""
+        return tuple(
+            _placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)
+        )
+
+    def emit(self, event: events.Event) -> None:
+        """Hands an event to the callbacks."""
+        self._node.emit(event)
+
+    # Leaving
+
+    def finish(self, params: Any, *, flush: bool, patience: float, with_run: bool) -> Any:
+        """No more steps come: publishes the rest if asked to, and waits for what is in flight.
+
+        Gives up once nothing has been committed for `patience` seconds.
+        """
+        params = self._take(params, self._arrived())
+        self._settle_steps()
+        self._state, effects = machine.finish(self._state, flush=flush)
+        params = self._perform(params, effects, {})
+        self._tell("finished")
+        self._node.wake()
+        self._heard_at = self._clock.now()
+        while self._has_to_stay(with_run) and self._clock.now() < self._heard_at + patience:
+            params = self._take(params, self._await())
+            self._tell("finished")
+        return params
+
+    def _has_to_stay(self, with_run: bool) -> bool:
+        if not machine.done(self._state):
+            return True
+        member = self._node.state
+        others = [life for life in member.verdict.expected if life != member.me]
+        unread = [key for key in member.contributions if key.round > self._state.read]
+        if with_run and others:
+            self._heard_at = self._clock.now()  # They train; that is no reason to give up.
+        return with_run and bool(others or unread)
+
+    def leave(self, because: str) -> events.Left:
+        """Drops what will never be published, and says where every sample went."""
+        self._settle_steps()
+        self._state, effects = machine.leave(self._state)
+        self._perform(None, effects, {})
+        ledgers = [held.ledger for held in self._state.fragments]
+        mean = functools.partial(_mean, len(ledgers))
+        return events.Left(
+            node=self._state.life.node,
+            because=because,
+            steps=self._state.steps,
+            processed=mean(ledger.processed for ledger in ledgers),
+            merged=mean(ledger.merged for ledger in ledgers),
+            dropped=mean(sum(ledger.dropped.values()) for ledger in ledgers),
+            pending=mean(ledger.pending for ledger in ledgers),
+        )
+
+
+def _mean(count: int, values: Iterable[int]) -> float:
+    return sum(values) / count
+
+
+def _dropped(node: str, drop: Drop) -> events.Dropped:
+    return events.Dropped(
+        node=node,
+        round=drop.round,
+        fragment=drop.fragment,
+        reason=drop.reason,
+        steps=drop.counters.steps,
+        samples=drop.counters.samples,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _delta(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
+    """anchor − params, subtracted in float32 before it is narrowed."""
+    return tuple(
+        (anchor.astype(jnp.float32) - leaf.astype(jnp.float32)).astype(dtype or leaf.dtype)
+        for anchor, leaf in zip(anchors, leaves, strict=True)
+    )
+
+
+def _placed(value: np.ndarray, like: Any) -> jax.Array:
+    """A copy of `value` that compiles like `like`: placed where that is, committed if that is."""
+    if getattr(like, "committed", False):
+        return jax.device_put(value, like.sharding)
+    return jax.device_put(value)

@@ -1,0 +1,158 @@
+"""A round's payloads as bytes, and where the values of a version come from.
+
+    anchor    the fragment's tensors in the parameters' types: what learners align with
+    outer     momentum, and the fp32 master behind bfloat16 and float16 tensors: what closers need
+
+The values of the newest version are always complete in the mailbox: as the payloads that its
+record names or, once two run checkpoints cover them, in the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jdiloco.errors import FormatError
+from jdiloco.protocol.records import Checkpoint, Payload, RoundRecord, sha256
+from jdiloco.runtime import checkpoints, messages
+from jdiloco.runtime.checkpoints import RunState
+from jdiloco.runtime.schema import Schema
+from jdiloco.store.base import Buffer, Store
+from jdiloco.types import TensorSpec
+
+Tensors = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """A fragment's values with everything that the outer step needs."""
+
+    values: Tensors  # In the parameters' types.
+    momentum: Tensors  # fp32.
+    master: Tensors  # fp32, of bfloat16 and float16 tensors alone.
+
+
+def encode_anchor(values: Tensors) -> Sequence[Buffer]:
+    """The anchor payload."""
+    return messages.encode(values, {})
+
+
+def encode_outer(momentum: Tensors, master: Mapping[str, np.ndarray | None]) -> Sequence[Buffer]:
+    """The outer payload."""
+    held = {f"momentum/{name}": array for name, array in momentum.items()}
+    wide = {f"master/{name}": array for name, array in master.items() if array is not None}
+    return messages.encode({**held, **wide}, {})
+
+
+def read_anchor(store: Store, record: RoundRecord, specs: Sequence[TensorSpec]) -> Tensors | None:
+    """The values that a record committed, checked against its hash; None when they are gone."""
+    tensors = _read(store, record.anchor)
+    if tensors is not None:
+        messages.check(tensors, specs)
+    return tensors
+
+
+def read_outer(
+    store: Store, record: RoundRecord, specs: Sequence[TensorSpec]
+) -> tuple[Tensors, Tensors] | None:
+    """Momentum and master of a version; None when they are gone."""
+    tensors = _read(store, record.outer)
+    if tensors is None:
+        return None
+    momentum, master = _part(tensors, "momentum/"), _part(tensors, "master/")
+    messages.check(momentum, specs, dtypes="float32")
+    narrow = [spec for spec in specs if spec.dtype != "float32"]
+    messages.check(master, narrow, dtypes="float32")
+    return momentum, master
+
+
+def _read(store: Store, payload: Payload | None) -> Tensors | None:
+    if payload is None or (data := store.get(payload.key)) is None:
+        return None
+    if (len(data), sha256(data)) != (payload.size, payload.sha256):
+        raise FormatError(
+            f"{payload.key!r} holds {len(data)} bytes that do not match what its round's record "
+            f"says ({payload.size} bytes, SHA-256 {payload.sha256[:12]}…). It was damaged."
+        )
+    return messages.decode(data).tensors
+
+
+def _part(tensors: Tensors, prefix: str) -> dict[str, np.ndarray]:
+    return {
+        name.removeprefix(prefix): array
+        for name, array in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+class Library:
+    """Reads versions: from payloads where they are, else from the run checkpoint that covers them.
+
+    The newest restored checkpoint is kept only while it is asked for: `forget` drops it.
+    """
+
+    def __init__(self, store: Store, schema: Schema, scratch: Path) -> None:
+        self._store = store
+        self._schema = schema
+        self._scratch = scratch
+        self._restored: tuple[str, RunState] | None = None
+
+    def forget(self) -> None:
+        """Lets go of the restored checkpoint's memory."""
+        self._restored = None
+
+    def restore(self, checkpoint: Checkpoint) -> RunState:
+        """A run checkpoint, read once."""
+        if self._restored is None or self._restored[0] != checkpoint.prefix:
+            state = checkpoints.read(
+                self._store,
+                checkpoint.prefix,
+                checkpoint.files,
+                scratch=self._scratch,
+                specs=self._schema.tensors,
+            )
+            self._restored = (checkpoint.prefix, state)
+        return self._restored[1]
+
+    def values(self, fragment: int, record: RoundRecord | None, newest: Checkpoint) -> Tensors:
+        """The values that `record` committed, the initial ones for None.
+
+        Raises FormatError when they are neither payloads nor in `newest`: then `record` is not the
+        fragment's newest any more, or the mailbox has lost an object.
+        """
+        specs = self._schema.fragment(fragment)
+        if record is not None:
+            found = read_anchor(self._store, record, specs)
+            if found is not None:
+                return found
+        return {
+            spec.name: self._covering(fragment, record, newest).values[spec.name] for spec in specs
+        }
+
+    def version(self, fragment: int, record: RoundRecord | None, newest: Checkpoint) -> Version:
+        """The same with momentum and master. Errors: `values`."""
+        specs = self._schema.fragment(fragment)
+        if record is not None:
+            outer = read_outer(self._store, record, specs)
+            anchor = read_anchor(self._store, record, specs)
+            if outer is not None and anchor is not None:
+                return Version(anchor, *outer)
+        state = self._covering(fragment, record, newest)
+        names = [spec.name for spec in specs]
+        return Version(
+            {name: state.values[name] for name in names},
+            {name: state.momentum[name] for name in names},
+            {name: state.master[name] for name in names if name in state.master},
+        )
+
+    def _covering(self, fragment: int, record: RoundRecord | None, newest: Checkpoint) -> RunState:
+        wanted = 0 if record is None else record.version
+        if newest.versions[fragment] != wanted:
+            raise FormatError(
+                f"Version {wanted} of fragment {fragment} is gone, and the newest checkpoint holds "
+                f"version {newest.versions[fragment]}."
+            )
+        return self.restore(newest)

@@ -1,0 +1,163 @@
+"""Closing rounds for real: contributions are read, checked and measured, payloads made and sent.
+
+Belongs to one library thread. What is closed, and when, is the protocol's decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jdiloco.algo.merges import contribution_weight
+from jdiloco.protocol import effects as fx
+from jdiloco.protocol.keys import ContributionKey, Keys
+from jdiloco.protocol.records import (
+    Checkpoint,
+    ContributionHead,
+    Incarnation,
+    Payload,
+    RoundRecord,
+    unseal,
+)
+from jdiloco.runtime import contributions, messages, payloads
+from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.checkpoints import RunState
+from jdiloco.runtime.close import Closed, FragmentCloser, Measured
+from jdiloco.runtime.contributions import Rejection
+from jdiloco.runtime.payloads import Library, Tensors
+from jdiloco.runtime.schema import Schema
+from jdiloco.store.base import Buffer, Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """A contribution that will be merged."""
+
+    head: ContributionHead
+    weight: float
+    sha256: str
+
+
+class RoundCloser:
+    """Outer state of every fragment, loaded when a round of it is first closed here."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        schema: Schema,
+        algorithm: DiLoCo,
+        library: Library,
+        send: Callable[[str, Sequence[Buffer]], None],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._schema = schema
+        self._algorithm = algorithm
+        self._library = library
+        self._send = send
+        self._closers: dict[int, FragmentCloser] = {}
+        self._loaded: dict[int, int] = {}  # The round whose version a fragment's closer holds.
+        self._measured: dict[ContributionKey, Measured] = {}
+        self._values: dict[int, Tensors] = {}  # What this node's own attempt committed, by round.
+
+    def examine(self, request: fx.Examine) -> Accepted:
+        """Reads and measures a contribution. Raises Rejection."""
+        name = self._keys.contribution(request.key)
+        if request.newer is not None and not self._still_valid(name, request):
+            raise Rejection("superseded")
+        found = contributions.decode(name, self._store.get(name))
+        specs = self._schema.fragment(request.fragment)
+        contributions.check(
+            found,
+            request.key,
+            self._keys,
+            specs,
+            fragment=request.fragment,
+            version=request.version,
+            delta_dtype=self._algorithm.delta_dtype,
+        )
+        measured = self._closer(request.fragment).measure(found.tensors)
+        if not measured.finite:
+            raise Rejection("nonfinite")
+        self._measured[request.key] = measured
+        counters = found.head.counters
+        weight = contribution_weight(steps=counters.steps, samples=counters.samples)
+        return Accepted(found.head, weight, found.sha256)
+
+    def _still_valid(self, name: str, request: fx.Examine) -> bool:
+        """Whether the newest life of the node vouches for what an earlier one published."""
+        key = self._keys.incarnation(request.key.node, request.newer or 0)
+        data = self._store.get(key)
+        return data is not None and name in unseal(key, data, Incarnation).valid
+
+    def merge(self, request: fx.Merge, checkpoint: Checkpoint) -> tuple[Payload, Payload, float]:
+        """Takes the outer step and uploads anchor and outer state."""
+        index = request.fragment
+        self._load(index, request.base, checkpoint)
+        self._loaded.pop(index)  # Until it is known whose record this round has.
+        closed = self._closer(index).close(
+            [self._measured[key] for key in request.contributions],
+            request.weights,
+            final=request.final,
+        )
+        sent = {
+            "anchor": payloads.encode_anchor(closed.anchor),
+            "outer": payloads.encode_outer(closed.momentum, closed.master),
+        }
+        made = {}
+        for part, buffers in sent.items():
+            key = self._keys.payload(request.round, request.write_id, part)
+            size = sum(memoryview(buffer).nbytes for buffer in buffers)
+            made[part] = Payload(key, size, messages.digest(buffers))
+            self._send(key, buffers)
+        self._values[request.round] = _copied(closed)
+        return made["anchor"], made["outer"], closed.mean_cosine
+
+    def committed(self, record: RoundRecord, *, own: bool) -> Tensors | None:
+        """A record has been read: what was held for its round goes.
+
+        Returns the values it committed when this node made them, so that nobody has to read them.
+        """
+        if own and not record.void:
+            self._loaded[record.fragment] = record.round
+        for key in [key for key in self._measured if key.round <= record.round]:
+            del self._measured[key]
+        values = self._values.pop(record.round, None)
+        return values if own else None
+
+    def snapshot(self, request: fx.Save, checkpoint: Checkpoint, manifest: bytes) -> RunState:
+        """A copy of every fragment's state, for a run checkpoint."""
+        values, momentum, master = {}, {}, {}
+        for index, record in enumerate(request.records):
+            self._load(index, record, checkpoint)
+            held = self._closer(index).state()
+            values |= {name: array.copy() for name, array in held.anchor.items()}
+            momentum |= {name: array.copy() for name, array in held.momentum.items()}
+            master |= {n: array.copy() for n, array in held.master.items() if array is not None}
+        return RunState(values, momentum, master, request.versions, request.round, manifest)
+
+    def _closer(self, index: int) -> FragmentCloser:
+        if index not in self._closers:
+            self._closers[index] = FragmentCloser(
+                self._schema.fragment(index),
+                self._algorithm.merge,
+                outer_lr=self._algorithm.outer_lr,
+                outer_momentum=self._algorithm.outer_momentum,
+            )
+        return self._closers[index]
+
+    def _load(self, index: int, base: RoundRecord | None, checkpoint: Checkpoint) -> None:
+        """Makes the closer hold the version that `base` committed."""
+        round = -1 if base is None else base.round
+        if self._loaded.get(index) == round:
+            return
+        self._loaded.pop(index, None)
+        found = self._library.version(index, base, checkpoint)
+        self._closer(index).load(found.values, found.momentum, found.master)
+        self._loaded[index] = round
+
+
+def _copied(closed: Closed) -> Tensors:
+    """The closer's own memory changes with its next round; learners keep what they are given."""
+    return {name: array.copy() for name, array in closed.anchor.items()}

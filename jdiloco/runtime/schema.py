@@ -1,0 +1,76 @@
+"""What a run trains: tensors by name, and which fragment each belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jdiloco.algo.partition import plan
+from jdiloco.errors import SchemaMismatch, UsageError
+from jdiloco.protocol.records import Manifest
+from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.types import TensorSpec
+
+SHOWN = 8
+"""Differences that an error lists before it only counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The tensors of a model in canonical order, and the fragment plan."""
+
+    tensors: tuple[TensorSpec, ...]
+    plan: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorSpec], algorithm: DiLoCo) -> Schema:
+        """The schema of a model under `algorithm`."""
+        if not tensors:
+            raise UsageError("There is no floating-point tensor in these parameters to train.")
+        wide = [spec.name for spec in tensors if spec.dtype == "float64"]
+        if wide:
+            raise UsageError(
+                f"{wide[0]!r} is float64; a run holds float32, bfloat16 and float16. "
+                "Cast the parameters to float32."
+            )
+        return cls(tuple(tensors), plan(algorithm.partition, tensors, algorithm.fragments))
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest) -> Schema:
+        """The schema that a run was created with."""
+        return cls(manifest.tensors, manifest.plan)
+
+    def fragment(self, index: int) -> tuple[TensorSpec, ...]:
+        """The tensors of one fragment, in canonical order."""
+        names = set(self.plan[index])
+        return tuple(spec for spec in self.tensors if spec.name in names)
+
+    def check_against(self, manifest: Manifest) -> None:
+        """Raises SchemaMismatch unless the run trains this model."""
+        theirs = {spec.name: spec for spec in manifest.tensors}
+        mine = {spec.name: spec for spec in self.tensors}
+        lines = [
+            f"  {name}: the run has {_described(theirs.get(name))}, "
+            f"this node {_described(mine.get(name))}"
+            for name in sorted({*theirs, *mine})
+            if theirs.get(name) != mine.get(name)
+        ]
+        if lines:
+            more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+            listed = "\n".join(lines[:SHOWN])
+            raise SchemaMismatch(
+                f"The run in this mailbox trains another model:\n{listed}{more}\n"
+                "Build the same model, or use another mailbox for another run."
+            )
+        if self.plan != manifest.plan:
+            raise SchemaMismatch(
+                "The run in this mailbox cuts the same model into other fragments: it was created "
+                "by another version. Use that version, or another mailbox."
+            )
+
+
+def _described(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    shape = ", ".join(map(str, spec.shape))
+    return f"{spec.dtype}[{shape}]"

@@ -1,0 +1,45 @@
+"""Library threads: each does one kind of request, in order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger("jdiloco")
+
+Job = Callable[[], None]
+
+
+class Worker:
+    """A thread that runs jobs one after another.
+
+    A daemon, so that a store that hangs cannot keep a program from ending. A job answers for its
+    own failures; one that does not is a fault of ours: it is logged and the next job runs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"jdiloco-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Runs `job` after those before it."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Ends after the jobs that are queued; returns at once."""
+        self._jobs.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Waits until it has ended; False when it has not after `seconds`."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("jdiloco: a request failed in a way nobody foresaw")

@@ -1,0 +1,379 @@
+"""A node's place in a run, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdiloco import events
+from jdiloco.callbacks import log_events
+from jdiloco.errors import UsageError
+from jdiloco.protocol import joining
+from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
+from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
+from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.joining import Performer, initial_state, newest_values
+from jdiloco.runtime.learner import Learner
+from jdiloco.runtime.node import Node, Place
+from jdiloco.runtime.parameters import Holder, TreeHolder
+from jdiloco.runtime.payloads import Library
+from jdiloco.runtime.schema import Schema
+from jdiloco.store import open_store
+from jdiloco.store.base import Store
+
+LEAVE_SECONDS = 2.0
+"""How long a node that is told to stop tries to say that it leaves."""
+
+Callback = Callable[[events.Event], None]
+
+
+class _StopRequested(BaseException):
+    """Ends the `with` block at a step boundary, and is swallowed by its end."""
+
+
+class Session:
+    """Trains `params` together with every other node of the run in `mailbox`.
+
+        with jdiloco.Session(params, algorithm, mailbox="runs/x") as session:
+            params = session.params                                # the run's newest
+            for batch in data:
+                params, opt_state, loss = train_step(params, opt_state, batch)
+                params = session.step(params, samples=batch_size)  # counts, publishes, aligns
+        params = session.params                                    # the newest committed
+
+    `params` is any pytree; leaves that are not floating point stay the node's own. With an
+    `nnx.Module` the session works in place: `session.step(samples=n)`. The first node of a run
+    creates it from its own values; every other takes the run's, whatever it brings.
+
+    The session never keeps, donates or views an array of the user, so the user's step may donate
+    its buffers; and an aligned leaf is placed as the leaf it replaces, so the step never compiles
+    again.
+
+    On SIGTERM or Ctrl-C the block ends at the next step boundary as if the data had ended there,
+    and `stopped_by` names the signal; a second one acts as if there were no session.
+
+    Arguments:
+      params: the parameters, or a Flax NNX module.
+      algorithm: the run's settings; all nodes must agree on them.
+      mailbox: a folder or URL that every node of the run can reach, or a `Store`.
+      node_id: 1 to 40 of `a-z0-9-`, unique among living nodes. None makes one up from the host's
+        name.
+      poll_interval: seconds between two looks at the mailbox. Costs one listing each; a quarter of
+        the beat interval or less.
+      callbacks: functions of one event (`jdiloco.events`), called from any thread.
+      leave_with_run: whether to stay, once the data has ended, until no learner trains any more:
+        then every node that does so ends with the same values.
+
+    Raises RunConfigMismatch, SchemaMismatch, NodeIdInUse, StoreIgnoresConditions or
+    StoreUnavailable when entered; NodeSuperseded or RunReplaced from `step`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        algorithm: DiLoCo,
+        mailbox: str | os.PathLike[str] | Store,
+        *,
+        node_id: str | None = None,
+        poll_interval: float = 1.0,
+        callbacks: Iterable[Callback] = (log_events,),
+        leave_with_run: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if poll_interval * 4 > algorithm.beat_seconds:
+            raise UsageError(
+                f"`poll_interval` is {poll_interval} s and the run's `beat_seconds` "
+                f"{algorithm.beat_seconds}: a beat needs at least four polls to be seen in time. "
+                "Poll more often, or beat less."
+            )
+        self.algorithm = algorithm
+        self.stopped_by: str | None = None
+        self._clock = clock or Clock()
+        self._mailbox = mailbox
+        self._poll_interval = poll_interval
+        self._callbacks = tuple(callbacks)
+        self._leave_with_run = leave_with_run
+        self._node_id = check_node_id(node_id) if node_id is not None else self._made_up_id()
+        self._params = params
+        self._holder = _holder(params)
+        self._in_place = not isinstance(self._holder, TreeHolder)
+        self._schema = Schema.of(self._holder.specs, algorithm)
+        self._stop_signal: int | None = None
+        self._open = contextlib.ExitStack()
+        self._node: Node | None = None
+        self._learner: Learner | None = None
+
+    def _made_up_id(self) -> str:
+        host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
+        host = host.encode("ascii", "ignore").decode().strip("-")[:24] or "node"
+        return f"{host}-{self._clock.fresh(8)}"
+
+    # The block
+
+    def __enter__(self) -> Session:
+        if self._node is not None:
+            raise UsageError("This session has been entered before. Make another one.")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._signals())
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="jdiloco-"))
+            try:
+                self._join(Path(scratch))
+            except _StopRequested:
+                raise SystemExit(0) from None  # There is no block yet that could just end.
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> bool:
+        stopped = kind is not None and issubclass(kind, _StopRequested)
+        try:
+            if kind is None:
+                self._finish()
+            because = "stopped" if stopped else "failed" if kind else "finished"
+            self._leave(because)
+        finally:
+            self._open.close()
+        return stopped
+
+    def _finish(self) -> None:
+        """Waits for what is in flight; a signal cuts it short."""
+        learner = self._live()
+        rules = self.algorithm
+        patience = rules.lease_seconds + 10 * self._poll_interval + rules.beat_seconds
+        with contextlib.suppress(_StopRequested):
+            self._params = learner.finish(
+                self._params,
+                flush=rules.flush_on_close,
+                patience=patience,
+                with_run=self._leave_with_run,
+            )
+
+    def _leave(self, because: str) -> None:
+        if self._learner is None or self._node is None:
+            return
+        if self._in_place and because != "failed":
+            self._learner.committed(self._params)
+        left = self._learner.leave(because)
+        self._node.leave(LEAVE_SECONDS)
+        self._node.emit(left)
+
+    # Joining
+
+    def _join(self, scratch: Path) -> None:
+        store = open_store(self._mailbox)
+        values = self._initial_values()
+        performer = Performer(
+            store,
+            self._clock,
+            scratch=scratch,
+            initial=lambda: initial_state(self._schema, values),
+            check_stop=self._check_stop,
+        )
+        manifest, data, created = self._find_run(performer)
+        keys = Keys(manifest.run)
+        life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
+        library = Library(store, self._schema, scratch)
+        chain, newest = newest_values(performer, library, manifest, data)
+        library.forget()
+        self._node = Node(
+            Place(
+                store=store,
+                manifest=manifest,
+                manifest_data=data,
+                chain=chain,
+                life=life,
+                schema=self._schema,
+                algorithm=self.algorithm,
+                scratch=scratch,
+            ),
+            clock=self._clock,
+            poll_seconds=self._poll_interval,
+            can_close=True,
+            callbacks=self._callbacks,
+            library=library,
+        )
+        if created:
+            self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
+        self._learner = Learner(
+            self._node, self._holder, self._clock, newest, check_stop=self._check_stop
+        )
+        self._params = self._learner.open(self._params)
+        self._node.emit(
+            events.Joined(
+                node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
+            )
+        )
+
+    def _find_run(self, performer: Performer) -> tuple[Manifest, bytes, bool]:
+        creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
+
+        def describe(checkpoint: Checkpoint) -> Manifest:
+            return Manifest(
+                format=FORMAT,
+                run=creator.run,
+                algorithm=self.algorithm.to_json(),
+                tensors=self._schema.tensors,
+                plan=self._schema.plan,
+                checkpoint=checkpoint,
+                closer=self._node_id,
+                write_id=creator.name,
+            )
+
+        found = joining.find_or_create(creator, self._waiting(), describe)
+        data, created = performer.run(found)
+        manifest = unseal(MANIFEST, data, Manifest)
+        self.algorithm.check_against(manifest.algorithm)
+        self._schema.check_against(manifest)
+        return manifest, data, created
+
+    def _initial_values(self) -> dict[str, np.ndarray]:
+        names = [spec.name for spec in self._schema.tensors]
+        leaves = self._holder.get(self._params, names)
+        return {name: np.array(leaf) for name, leaf in zip(names, leaves, strict=True)}
+
+    def _waiting(self) -> joining.Waiting:
+        algorithm = self.algorithm
+        return joining.Waiting(self._poll_interval, algorithm.beat_seconds, algorithm.lease_seconds)
+
+    def _person(self) -> joining.Person:
+        return joining.Person(
+            node=self._node_id,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            backend=jax.default_backend(),
+            nonce=self._clock.fresh(),
+        )
+
+    # What a user calls
+
+    @property
+    def node_id(self) -> str:
+        """This node's id."""
+        return self._node_id
+
+    @property
+    def params(self) -> Any:
+        """The newest committed values this node holds, as copies, in the structure it was given.
+
+        In the block right after it was entered, that is the run's newest; after the block, the
+        newest committed version. Leaves that are not floating point are those passed last.
+        """
+        if self._learner is None:
+            raise UsageError("The session has not been entered. Use it in a `with` statement.")
+        if self._in_place:
+            return self._params
+        return self._learner.committed(self._params)
+
+    def step(self, params: Any = None, *, samples: int, steps: int = 1) -> Any:
+        """Counts a training step, publishes and aligns what is due, and returns the parameters.
+
+        Returns the object it was given where nothing changed. `samples` is how many rows the call
+        trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
+        """
+        learner = self._live()
+        self._check_stop()
+        if samples < 0 or steps < 0:
+            raise UsageError(f"`samples` and `steps` are counts, got {samples} and {steps}.")
+        if self._in_place:
+            learner.step(None, samples=samples, steps=steps)
+            return None
+        self._params = params
+        self._params = learner.step(params, samples=samples, steps=steps)
+        return self._params
+
+    def run(self, step: Callable[[Any, Any], Any], data: Iterable[Any]) -> Any:
+        """Calls `step` for each item of `data` and does the session's part after each.
+
+        `step(params, item)` returns the parameters and the samples it trained on; for a module
+        `step(module, item)` returns the samples alone. Ends with the data or with a signal. What
+        `step` or `data` raise ends the block and goes on to the caller.
+        """
+        for item in data:
+            if self._in_place:
+                self.step(samples=step(self._params, item))
+            else:
+                params, samples = step(self._params, item)
+                self.step(params, samples=samples)
+        return self._params
+
+    def _live(self) -> Learner:
+        if self._learner is None:
+            raise UsageError("The session has not been entered. Use it in a `with` statement.")
+        return self._learner
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGTERM or SIGINT asks to stop; then the handlers from before are back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                if signal.getsignal(number) is on_signal:
+                    signal.signal(number, handler)
+
+        def on_signal(number: int, frame: Any) -> None:
+            del frame
+            self._stop_signal = number
+            restore()
+
+        for number, handler in before.items():
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            restore()
+
+    def _check_stop(self) -> None:
+        if self._stop_signal is not None and self.stopped_by is None:
+            self.stopped_by = signal.Signals(self._stop_signal).name
+            raise _StopRequested(self.stopped_by)
+
+
+def _holder(params: Any) -> Holder:
+    """NNX modules are known by their class; flax is imported only by programs that use it."""
+    flax_nnx = sys.modules.get("flax.nnx")
+    if flax_nnx is not None and isinstance(params, flax_nnx.Module):
+        from jdiloco.nnx import ModuleHolder
+
+        return ModuleHolder(params)
+    return TreeHolder(params)
+
+
+def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
+    """The newest committed model in a mailbox, in the structure of `like` (parameters, or a module
+    that is set in place and returned).
+
+    Joins nothing, writes nothing and counts as nobody. Raises UsageError when there is no run, and
+    SchemaMismatch when the run trains another model.
+    """
+    store = open_store(mailbox)
+    data = store.get(MANIFEST)
+    if data is None:
+        raise UsageError(f"There is no run in {store.url}: it holds no `{MANIFEST}`.")
+    manifest = unseal(MANIFEST, data, Manifest)
+    holder = _holder(like)
+    schema = Schema(holder.specs, manifest.plan)
+    schema.check_against(manifest)
+    with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
+        performer = Performer(store, Clock(), scratch=Path(scratch))
+        library = Library(store, schema, Path(scratch))
+        _, values = newest_values(performer, library, manifest, data)
+        leaves = {name: jax.device_put(value) for name, value in values.items()}
+        return holder.put(like, leaves)
