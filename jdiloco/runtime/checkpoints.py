@@ -1,0 +1,395 @@
+"""Run checkpoints: everything a run has committed, as Orbax writes it.
+
+    params      the anchors, a dict nested by the parts of their path names
+    momentum    the outer step's momentum, nested likewise
+    master      the fp32 copies behind bfloat16 and float16 anchors; absent if there are none
+    run         JSON: format, round, versions of the fragments, the manifest, unusual places
+
+In a folder the result is an Orbax checkpoint where it lies; from a bucket it is one once its files
+are downloaded. Nobody needs this library to read it:
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(path / "params")
+
+Orbax does not write to every store, and two writers on one path can mix their files. So each
+writer works in a scratch directory of its own and uploads the files under a prefix of its own;
+whoever names the checkpoint names its files with their hashes, and a reader holds them against
+those before Orbax sees them. A writer that dies leaves files that nothing names.
+
+Arrays are NumPy's on both sides. Orbax asks JAX which process it is in, and that starts JAX's
+backend where nothing else has: a program that only reads checkpoints sets `jax_platforms` to `cpu`
+first, or it takes an accelerator it has no use for.
+
+Three kinds of names find no place in a nested dict, or none that Orbax keeps apart: `a` beside
+`a/b`, `a.b` beside `a/b`, and names that begin with `#`. Such a tensor lies at the top, under `#`
+and its position among the sorted names, and `run` says so under `elsewhere`. Tensors without
+elements are not written, since Orbax refuses them; they come back from the schema.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jdiloco.errors import FormatError, UsageError
+from jdiloco.protocol.records import Payload
+from jdiloco.runtime import messages
+from jdiloco.store.arguments import is_part
+from jdiloco.store.base import Store
+from jdiloco.store.settle import create_owned
+from jdiloco.types import TensorSpec
+
+FORMAT = 1
+"""Of the `run` item and of what lies beside it."""
+
+FILE_BYTES = 256 * 2**20
+"""About the largest file, so that an upload that fails is not begun again from far behind."""
+
+CHUNK_BYTES = 64 * 2**20
+"""About the largest piece of a tensor: what restoring onto another sharding reads at once."""
+
+_DOWNLOAD_BYTES = 64 * 2**20
+_NARROW = {"bfloat16", "float16"}
+_WIDE = {"float32", "float64"}
+
+Place = tuple[str, ...]
+
+
+class RunState(msgspec.Struct, frozen=True, eq=False):
+    """What a run has committed up to one round.
+
+    An array that can be written to is copied when the state is saved, and one that cannot is
+    taken to stay as it is. Restored arrays cannot.
+    """
+
+    values: dict[str, np.ndarray]  # Anchors by path name, each in its parameter's type.
+    momentum: dict[str, np.ndarray]  # Of every tensor, in float32 or better.
+    master: dict[str, np.ndarray]  # In float32, of bfloat16 and float16 tensors alone.
+    versions: tuple[int, ...]  # Of every fragment.
+    round: int  # The newest round whose record is covered; -1 before the first.
+    manifest: bytes  # As it lies in the mailbox.
+
+
+def write(
+    state: RunState,
+    store: Store,
+    prefix: str,
+    *,
+    scratch: Path,
+    waits: Sequence[float] = (),
+    sleep: Callable[[float], object] = lambda seconds: None,
+) -> tuple[Payload, ...]:
+    """Uploads a checkpoint and returns its files, with keys that go on from `prefix`.
+
+    `prefix` must hold the incarnation and attempt of its only writer. The checkpoint exists once
+    something names the files returned. `waits` and `sleep` say, for each file anew, what
+    `create_owned` does with a doubtful answer. Of a pod only process 0 can write: in others Orbax
+    drops NumPy arrays without a word.
+    """
+    if jax.process_index() != 0:
+        raise UsageError(
+            f"This is process {jax.process_index()} of a pod. Write checkpoints in process 0."
+        )
+    _check_state(state)
+    items = _items(state)
+    files = []
+    with _private(scratch, "save-") as root:
+        _save(root, items)
+        for path in _files(root):
+            data = path.read_bytes()
+            key = path.relative_to(root).as_posix()
+            create_owned(store, f"{prefix}/{key}", data, waits=waits, sleep=sleep)
+            files.append(Payload(key, len(data), messages.digest([data])))
+    return tuple(files)
+
+
+def read(
+    store: Store,
+    prefix: str,
+    files: Sequence[Payload],
+    *,
+    scratch: Path,
+    specs: Sequence[TensorSpec],
+) -> RunState:
+    """Downloads a checkpoint, checks it against `files` and `specs`, and restores it read-only.
+
+    Raises FormatError when a file is missing, damaged or misplaced, or holds something else.
+    """
+    _check_files(store, prefix, files)
+    with _private(scratch, "load-") as root, _format_errors():
+        for file in files:
+            _download(store, f"{prefix}/{file.key}", file, root / file.key)
+        return _restore_state(root, specs)
+
+
+# What is in a checkpoint.
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """The `run` item."""
+
+    format: int
+    round: int
+    versions: tuple[int, ...]
+    manifest: str
+    elsewhere: dict[str, str]  # Where tensors lie that are not under their own name.
+
+
+def _places(names: Sequence[str]) -> dict[str, Place]:
+    """For each path name the keys that lead to it in a nested dict. See the module."""
+    inner = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
+    spelled = collections.Counter(name.replace("/", ".") for name in names)  # As Orbax joins keys.
+
+    def place(position: int, name: str) -> Place:
+        alone = name not in inner and spelled[name.replace("/", ".")] == 1
+        nests = alone and not name.startswith("#")
+        return tuple(name.split("/")) if nests else (f"#{position}",)
+
+    return {name: place(position, name) for position, name in enumerate(sorted(names))}
+
+
+def _items(state: RunState) -> dict[str, Any]:
+    """The arguments for Orbax, one per item; it refuses items without content."""
+    places = _places(list(state.values))
+    run = _Run(
+        format=FORMAT,
+        round=state.round,
+        versions=state.versions,
+        manifest=state.manifest.decode(),
+        elsewhere={n: p[0] for n, p in places.items() if p[0].startswith("#")},
+    )
+    trees = {"params": state.values, "momentum": state.momentum, "master": state.master}
+    items = {}
+    for item, arrays in trees.items():
+        if tree := _nested({places[n]: _held(a) for n, a in arrays.items() if a.size}):
+            items[item] = _save_args(tree)
+    return {**items, "run": ocp.args.JsonSave(msgspec.to_builtins(run))}
+
+
+def _held(array: np.ndarray) -> np.ndarray:
+    return array.copy() if array.flags.writeable else array
+
+
+def _nested(leaves: Mapping[Place, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for (*parents, last), leaf in leaves.items():
+        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[last] = leaf
+    return tree
+
+
+def _leaves(tree: Mapping[str, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _check_state(state: RunState) -> None:
+    specs = [TensorSpec(n, a.shape, a.dtype.name) for n, a in state.values.items()]
+    try:
+        messages.check(state.momentum, specs, dtypes=_momentum_dtypes(state.momentum, specs))
+        messages.check(state.master, _narrow(specs), dtypes="float32")
+    except FormatError as error:
+        raise UsageError(f"Momentum and master copies must fit the values. {error}") from error
+
+
+def _narrow(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    return [spec for spec in specs if spec.dtype in _NARROW]
+
+
+def _in_float32(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    return [TensorSpec(spec.name, spec.shape, "float32") for spec in specs]
+
+
+def _momentum_dtypes(found: Mapping[str, Any], specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """What was found where it is wide enough, so that only narrow momentum counts as wrong."""
+    names = {name: array.dtype.name for name, array in found.items()}
+    return {s.name: d if (d := names.get(s.name)) in _WIDE else "float32" for s in specs}
+
+
+# Orbax.
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """For this process by itself: the other processes of a pod know nothing of it."""
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="jdiloco"
+    )
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    alone = _alone()
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        params=_tree_handler(),
+        momentum=_tree_handler(),
+        master=_tree_handler(),
+        run=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _tree_handler() -> ocp.PyTreeCheckpointHandler:
+    """Zarr 3, since only there Orbax heeds a file size; no copies, since `_held` made them."""
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing.
+    )
+    return ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, multiprocessing_options=_alone(), type_handler_registry=handlers
+    )
+
+
+def _save(root: Path, items: Mapping[str, Any]) -> None:
+    with _checkpointer() as checkpointer:
+        checkpointer.save(root, args=ocp.args.Composite(**items))
+
+
+def _restore(root: Path, **items: Any) -> Any:
+    with _checkpointer() as checkpointer:
+        return checkpointer.restore(root, args=ocp.args.Composite(**items))
+
+
+def _save_args(tree: dict[str, Any]) -> ocp.args.PyTreeSave:
+    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+    return ocp.args.PyTreeSave(tree, chunked, ocdbt_target_data_file_size=FILE_BYTES)
+
+
+def _restore_args(places: Iterable[Place]) -> ocp.args.PyTreeRestore:
+    """NumPy whatever the files say: nothing is put on a device."""
+    return ocp.args.PyTreeRestore(
+        restore_args=_nested({place: ocp.RestoreArgs(restore_type=np.ndarray) for place in places})
+    )
+
+
+def _restore_run(root: Path) -> _Run:
+    found = _restore(root, run=ocp.args.JsonRestore()).run
+    written = found.get("format") if isinstance(found, dict) else None
+    if written != FORMAT:
+        raise FormatError(
+            f"Checkpoint was written in format {written!r}; this build reads {FORMAT}."
+        )
+    return msgspec.convert(found, _Run)
+
+
+def _restore_state(root: Path, specs: Sequence[TensorSpec]) -> RunState:
+    run = _restore_run(root)
+    names = {place: name for name, place in _places([spec.name for spec in specs]).items()}
+    wanted = {
+        "params": list(specs),
+        "momentum": _in_float32(specs),
+        "master": _in_float32(_narrow(specs)),
+    }
+    _check_stored(root, wanted, names)
+    trees = _restore_trees(root, wanted, names)
+    return RunState(
+        values=trees["params"],
+        momentum=trees["momentum"],
+        master=trees["master"],
+        versions=run.versions,
+        round=run.round,
+        manifest=run.manifest.encode(),
+    )
+
+
+def _check_stored(
+    root: Path, wanted: Mapping[str, Sequence[TensorSpec]], names: Mapping[Place, str]
+) -> None:
+    """Holds what each item says it stores against the schema before an array is made for it."""
+    with _checkpointer() as checkpointer:
+        items = checkpointer.metadata(root).item_metadata
+    for item, specs in wanted.items():
+        tree = stored.tree if (stored := items.get(item)) else {}
+        found = {names.get(p, "/".join(p)): _stand_in(leaf) for p, leaf in _leaves(tree)}
+        full = [spec for spec in specs if spec.size]
+        dtypes = _momentum_dtypes(found, full) if item == "momentum" else None
+        messages.check(found, full, dtypes=dtypes)
+
+
+def _restore_trees(
+    root: Path, wanted: Mapping[str, Sequence[TensorSpec]], names: Mapping[Place, str]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Every item by path name, read-only."""
+    places = {name: place for place, name in names.items()}
+    full = {i: [places[spec.name] for spec in specs if spec.size] for i, specs in wanted.items()}
+    trees = _restore(
+        root, **{item: _restore_args(leaves) for item, leaves in full.items() if leaves}
+    )
+    restored = {}
+    for item, specs in wanted.items():
+        arrays = {spec.name: np.empty(spec.shape, spec.dtype) for spec in specs if not spec.size}
+        arrays |= {names[place]: a for place, a in _leaves(trees[item] if full[item] else {})}
+        for array in arrays.values():
+            array.setflags(write=False)
+        restored[item] = {spec.name: arrays[spec.name] for spec in specs}
+    return restored
+
+
+def _stand_in(stored: Any) -> np.ndarray:
+    """An array of the shape and type that Orbax found written down, without memory for it."""
+    return np.broadcast_to(np.empty((), stored.dtype), stored.shape)
+
+
+@contextlib.contextmanager
+def _format_errors() -> Iterator[None]:
+    """Whatever Orbax says of files that are what was uploaded and yet no run checkpoint."""
+    kinds = (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, RecursionError)
+    try:
+        yield
+    except (*kinds, msgspec.ValidationError) as error:
+        raise FormatError(f"The files are no run checkpoint: {error}.") from error
+
+
+# Files.
+
+
+@contextlib.contextmanager
+def _private(scratch: Path, kind: str) -> Iterator[Path]:
+    """A path for one checkpoint in a new directory below `scratch`, which goes away with it."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=kind, dir=scratch.resolve()) as directory:
+        yield Path(directory) / "checkpoint"
+
+
+def _files(root: Path) -> list[Path]:
+    """What to upload: the files at the top last, since they tell Orbax that the rest is there."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return sorted(files, key=lambda path: (path.parent == root, path))
+
+
+def _check_files(store: Store, prefix: str, files: Sequence[Payload]) -> None:
+    """Every file lies below the prefix, once, and has the size that was named: one listing."""
+    there = {entry.key: entry.size for entry in store.list(f"{prefix}/")}
+    for file in files:
+        if not all(map(is_part, file.key.split("/"))):
+            raise FormatError(f"Checkpoint {prefix} names a file {file.key!r}, which is no key.")
+        size = there.pop(f"{prefix}/{file.key}", None)
+        if size != file.size:
+            found = "absent or named twice" if size is None else f"{size} bytes long"
+            raise FormatError(f"{prefix}/{file.key} is {found}, wanted {file.size} bytes.")
+
+
+def _download(store: Store, key: str, file: Payload, path: Path) -> None:
+    """Piece by piece, since a file may be larger than is good to hold."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with path.open("xb") as out:
+        for start in range(0, file.size, _DOWNLOAD_BYTES):
+            piece = store.get(key, start=start, stop=min(start + _DOWNLOAD_BYTES, file.size)) or b""
+            digest.update(piece)
+            out.write(piece)
+    if digest.hexdigest() != file.sha256:
+        raise FormatError(f"{key} has sha256 {digest.hexdigest()}, wanted {file.sha256}.")
