@@ -6,7 +6,7 @@ A holder never keeps, donates or views an array of the user.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.core import Tracer
@@ -16,6 +16,7 @@ from jdiloco.errors import UsageError
 from jdiloco.types import TensorSpec
 
 
+@runtime_checkable
 class Holder(Protocol):
     """Reads and replaces the tensors of a model by path name."""
 
