@@ -14,11 +14,13 @@ KEY_CHARACTERS_MAX = 800
 PART_CHARACTERS_MAX = 200
 """Folders allow 255 bytes in one name, encrypted ones about 140 to 230."""
 
-_PART = re.compile(r"(?!\.\.?\Z)(?!\.nfs)[A-Za-z0-9._-]+")  # `.nfs…` are leftovers of NFS clients.
+# `.nfs…` are leftovers of NFS clients; some stores drop dots at the end, or walk up at them.
+_PART = re.compile(r"(?!\.nfs)[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _PREFIX_TAIL = re.compile(r"[A-Za-z0-9._-]*")
 _RULE = (
-    "A key is parts of [A-Za-z0-9._-] joined by `/`, none of them empty, `.`, `..` or beginning "
-    f"with `.nfs`, at most {PART_CHARACTERS_MAX} characters a part and {KEY_CHARACTERS_MAX} in all."
+    "A key is parts of [A-Za-z0-9._-] joined by `/`; a part is not empty, neither ends in `.` nor "
+    f"begins with `.nfs`, and has at most {PART_CHARACTERS_MAX} characters, the key at most "
+    f"{KEY_CHARACTERS_MAX}."
 )
 
 

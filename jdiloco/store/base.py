@@ -6,7 +6,8 @@ protocol relies on is written down as tests, in `jdiloco.testing.conformance`:
 * `create` lets exactly one of any number of racing writers win, and what can be read afterwards
   is that writer's bytes, whole;
 * a completed create is seen by every later `get` and `list`, of any process;
-* a writer that dies leaves either its whole object or nothing that a reader can see.
+* a writer that dies leaves either its whole object or nothing that a reader can see;
+* keys are ordered and matched as strings: `a.b` comes before `a/b`, and `a/b` begins `a/bc`.
 
 A call that got no clear answer raises `StoreUnavailable`; the write may have landed. Callers
 settle such a doubt by reading back (`jdiloco.store.settle`), never by trusting the answer.
@@ -31,7 +32,12 @@ class Entry(msgspec.Struct, frozen=True, order=True):
 
 @runtime_checkable
 class Store(Protocol):
-    """A place for objects. Keys are `/`-separated parts of `[A-Za-z0-9._-]`."""
+    """A place for objects. Any number of threads may use one store at once.
+
+    Keys are `/`-separated parts of `[A-Za-z0-9._-]`, none ending in `.`; any other key is refused
+    with UsageError (`jdiloco.store.arguments`). No key goes on after another key and a `/`: a
+    folder cannot hold both.
+    """
 
     @property
     def url(self) -> str:
@@ -41,13 +47,18 @@ class Store(Protocol):
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
         """Writes an object unless the key is taken; several buffers are written one after another.
 
-        Returns True when this call created it and False when something is there already (or a
-        store says so: some do with nothing stored). Raises StoreUnavailable without a clear answer.
+        When it returns the buffers are the caller's again. Returns True when this call created
+        it and False when something is there already (or a store says so: some do with nothing
+        stored). Raises StoreUnavailable without a clear answer.
         """
         ...
 
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
-        """The object's bytes, or those from `start` up to `stop`; None when there is none."""
+        """The object's bytes, or those from `start` up to `stop`; None when there is none.
+
+        A range is what a slice would be: what lies past the end is left out. Neither end may be
+        negative.
+        """
         ...
 
     def list(self, prefix: str, *, after: str = "") -> list[Entry]:
@@ -55,5 +66,8 @@ class Store(Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Removes objects; keys that are not there are ignored."""
+        """Removes objects; keys that are not there are ignored.
+
+        Not all or nothing: when it raises, any of them may be gone. It can be called again.
+        """
         ...

@@ -16,8 +16,11 @@ again, so the two need no agreement.
 
 Nothing here waits: what NFS calls a stale handle is looked up again at once, a few times; any
 other error of the operating system becomes StoreUnavailable, and the caller decides when to try
-again. Not for Windows, and on a file system that ignores case keys must differ in more than that.
-Over NFS a listing may lag by the client's attribute cache: mount with `actimeo=1` or less.
+again.
+
+Not for Windows; on a file system that ignores case, keys must differ in more than that. Over NFS a
+listing may lag by the client's attribute cache: mount with `actimeo=1` or less. Symbolic links and
+whatever else is no plain file below the folder is no object.
 """
 
 from __future__ import annotations

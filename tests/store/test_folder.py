@@ -358,7 +358,7 @@ def test_a_listing_opens_only_directories_that_can_matter(store, monkeypatch):
     ]
 
 
-parts = st.text("ab.-0A", min_size=1, max_size=3).filter(lambda part: part not in ("..", "."))
+parts = st.text("ab.-0A", min_size=1, max_size=3).filter(lambda part: part[-1] != ".")
 keys = st.lists(parts, min_size=1, max_size=3).map("/".join)
 texts = st.text("ab.-0/", max_size=4)
 numbers = itertools.count()
