@@ -289,13 +289,13 @@ class StoreConformance:
         url = self._process_url_or_skip(store)
         with contextlib.ExitStack() as running:
             writers = [running.enter_context(_OtherProcess(url)) for _ in range(self.processes)]
-            for n in range(25):
+            for n in range(80):
                 for name, writer in enumerate(writers):
-                    writer.send_create(f"race/{n}", f"{name},", times=1 + 10_000 * name)
+                    writer.send_create(f"race/{n}", f"{name},", times=1 + 100 * name)
                 answers = [writer.answer() for writer in writers]
                 assert sorted(answers) == ["False"] * (self.processes - 1) + ["True"]
                 name = answers.index("True")
-                assert store.get(f"race/{n}") == b"%d," % name * (1 + 10_000 * name)
+                assert store.get(f"race/{n}") == b"%d," % name * (1 + 100 * name)
 
     def test_a_killed_writer_leaves_nothing_or_the_whole_object(self, store: Store) -> None:
         url = self._process_url_or_skip(store)
