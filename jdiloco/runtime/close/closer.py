@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from jdiloco.algo.merges import CUT_OFF, FLOOR, is_direct
+from jdiloco.algo.merges import CUT_OFF, FLOOR, Merge, rda_kernel, weighted_mean_kernel
 from jdiloco.errors import UsageError
 from jdiloco.runtime.close import kernels
-from jdiloco.runtime.close.layout import ROW, Segment, lay_out
+from jdiloco.runtime.close.layout import ROW, lay_out
+from jdiloco.runtime.close.pool import POOL, Pool
 from jdiloco.types import TensorSpec
 
 GROUPS = (4, 8)
@@ -22,9 +24,9 @@ GROUPS = (4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One contribution, looked at once. Holds on to the received memory until it is dropped."""
+    """One contribution, copied to where a close reads it; its memory is used again once dropped."""
 
-    tensors: tuple[np.ndarray, ...]  # Flat, in the order of the specs, as received.
+    blocks: tuple[np.ndarray, ...]  # In the delta's dtype; fp32 where a block mixes two.
     norms: np.ndarray  # shape=(tensors,), float64. Euclidean, over each whole tensor.
     finite: bool  # False if any element is not; such a contribution must not be closed over.
 
@@ -50,22 +52,28 @@ class FragmentCloser:
     """
 
     def __init__(
-        self, specs: Sequence[TensorSpec], merge, *, outer_lr: float, outer_momentum: float
+        self,
+        specs: Sequence[TensorSpec],
+        merge: Merge,
+        *,
+        outer_lr: float,
+        outer_momentum: float,
+        pool: Pool = POOL,
     ) -> None:
-        self._layout = lay_out(specs)
-        self._direct = np.array([is_direct(merge, spec.name) for spec in specs], bool)
+        self._layout = layout = lay_out(specs)
+        self._pool = pool
+        self._direct = np.array([_is_direct(merge, spec.name) for spec in specs], bool)
         self._learning_rate = np.float64(outer_lr)
         self._beta = np.float64(outer_momentum)
-        shape = (self._layout.blocks, self._layout.block_rows, ROW)
+        shape = (layout.blocks, layout.block_rows, ROW)
         self._master = kernels.aligned_zeros(shape, np.float32)
         self._momentum = kernels.aligned_zeros(shape, np.float32)
-        self._u = kernels.aligned_zeros(shape, np.float32)
         self._narrow = {
             dtype: kernels.aligned_zeros(shape, dtype)
             for dtype in ("bfloat16", "float16")
             if any(spec.dtype == dtype for spec in specs)
         }
-        self._stagings: dict[tuple[int, np.dtype], np.ndarray] = {}
+        self._u: list[jax.Array] = []  # Made by the first close.
         self._loaded = False
 
     def load(
@@ -81,14 +89,14 @@ class FragmentCloser:
         """
         self._momentum.fill(0)
         for index, spec in enumerate(self._layout.specs):
-            held = self._place(index, self._master)
             narrow = self._narrow.get(spec.dtype)
             if narrow is not None:
-                self._place(index, narrow)[...] = values[spec.name].reshape(-1)
+                self._layout.part(index, narrow)[...] = values[spec.name].reshape(-1)
             widened = values if narrow is None or master is None else master
-            held[...] = widened[spec.name].reshape(-1)
+            self._layout.part(index, self._master)[...] = widened[spec.name].reshape(-1)
             if momentum is not None:
-                self._place(index, self._momentum)[...] = momentum[spec.name].reshape(-1)
+                held = self._layout.part(index, self._momentum)
+                held[...] = momentum[spec.name].reshape(-1)
         self._loaded = True
 
     def measure(self, delta: Mapping[str, np.ndarray]) -> Measured:
@@ -96,14 +104,37 @@ class FragmentCloser:
 
         `delta` holds fp32, bf16 or fp16 arrays in the parameters' shapes, at any address.
         """
-        tensors = tuple(_flat(delta, spec) for spec in self._layout.specs)
-        sums = np.zeros(len(tensors) + 1)
+        tensors = [_flat(delta, spec) for spec in self._layout.specs]
+        sums = np.zeros(len(tensors))
+        blocks = [self._gather(0, tensors)]
+
+        def start(block: int) -> jax.Array:
+            # One block ahead: bytes just written lie in this core's own cache, and the program
+            # runs on another core, which gets them faster once they have left it.
+            if block + 1 < self._layout.blocks:
+                blocks.append(self._gather(block + 1, tensors))
+            return kernels.squares(blocks[block])
+
         with kernels.on_host():
-            for block in range(self._layout.blocks):
-                staged = self._stage(block, tensors, 0, self._dtype(block, (tensors,)))
-                self._add_rows(sums, block, kernels.squares(staged))
-        norms = np.sqrt(sums[:-1])
-        return Measured(tensors, norms, bool(np.isfinite(norms).all()))
+            self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
+        norms = np.sqrt(sums)
+        measured = Measured(tuple(blocks), norms, bool(np.isfinite(norms).all()))
+        self._pool.give_back_after(measured, blocks)
+        return measured
+
+    def _gather(self, block: int, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        segments = self._layout.segments[block]
+        dtypes = {tensors[segment.tensor].dtype for segment in segments}
+        dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+        gathered = self._pool.take((self._layout.block_rows, ROW), dtype)
+        flat = gathered.reshape(-1)
+        end = 0
+        for segment in segments:
+            flat[segment.target] = tensors[segment.tensor][segment.source]
+            flat[segment.padding] = 0
+            end = segment.padding.stop
+        flat[end:] = 0
+        return gathered
 
     def close(
         self, contributions: Sequence[Measured], weights: Sequence[float], *, final: bool = False
@@ -123,7 +154,7 @@ class FragmentCloser:
         norms = np.stack([one.norms for one in contributions])
         coefficients = shares[:, None] / np.where(self._direct, 1.0, np.maximum(norms, FLOOR))
         with kernels.on_host():
-            u_norms = self._combine([one.tensors for one in contributions], coefficients)
+            u_norms = self._combine([one.blocks for one in contributions], coefficients)
             self._step(self._scale(shares @ norms, u_norms), final)
         self._check_range()
         self._loaded = True
@@ -136,63 +167,68 @@ class FragmentCloser:
 
     def _combine(self, deltas, coefficients: np.ndarray) -> np.ndarray:
         """Fills u block by block and returns its norm per tensor, in float64."""
-        sums = np.zeros(len(self._direct) + 1)
-        padded = np.pad(coefficients, ((0, 0), (0, 1)))
-        scratch = self._scratch(np.float32)
-        for block in range(self._layout.blocks):
-            scratch = self._combine_block(block, deltas, padded, scratch)
-            rows = kernels.squares(scratch)
-            self._u[block] = np.asarray(scratch)
-            self._add_rows(sums, block, rows)
-        return np.sqrt(sums[:-1])
+        sums = np.zeros(len(self._direct))
+        if not self._u:
+            self._u = [self._scratch(np.float32) for _ in range(self._layout.blocks)]
 
-    def _combine_block(self, block: int, deltas, padded: np.ndarray, scratch) -> jax.Array:
-        dtype = self._dtype(block, deltas)
-        rows = self._layout.row_tensor[block]
+        def start(block: int) -> jax.Array:
+            self._u[block] = self._combine_block(block, deltas, coefficients)
+            return kernels.squares(self._u[block])
+
+        self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
+        return np.sqrt(sums)
+
+    def _combine_block(self, block: int, deltas, coefficients: np.ndarray) -> jax.Array:
         group = next((size for size in GROUPS if size >= len(deltas)), GROUPS[-1])
-        accumulator = None
-        for start in range(0, len(deltas), group):
-            members = deltas[start : start + group]
-            staged = [self._stage(block, one, slot, dtype) for slot, one in enumerate(members)]
-            # A pad is the last block once more with coefficient 0: a pad of its own would be
-            # another stream of memory, and −0.0 + 0·(−0.0) is still −0.0.
-            staged += staged[-1:] * (group - len(members))
-            factors = kernels.aligned_zeros((group, len(rows)), np.float64)
-            factors[: len(members)] = padded[start : start + group, rows]
-            if len(deltas) <= group:
-                return kernels.combine(factors, scratch, *staged)
-            if accumulator is None:
-                accumulator = self._scratch(np.float64)
-            accumulator = kernels.accumulate(factors, accumulator, *staged)
-            accumulator.block_until_ready()  # The staged blocks are about to be overwritten.
-        return kernels.narrow(scratch, accumulator)
+        per_row = self._layout.per_row(block, coefficients)
+        blocks = _of_one_dtype([one[block] for one in deltas])
+        if len(blocks) <= group:
+            return kernels.combine(self._u[block], *_padded(per_row, blocks, group))
+        total = self._scratch(np.float64)
+        for start in range(0, len(blocks), group):
+            members = slice(start, start + group)
+            total = kernels.accumulate(total, *_padded(per_row[members], blocks[members], group))
+        return kernels.narrow(self._u[block], total)
 
     def _step(self, scale: np.ndarray, final: bool) -> None:
-        scratch = (self._scratch(np.float32), self._scratch(np.float32))
+        free = [kernels.Stepped(*(self._scratch(np.float32) for _ in "ab")) for _ in range(2)]
         narrowed = {dtype: self._scratch(dtype) for dtype in self._narrow}
-        padded = np.append(scale, 0.0)
-        for block in range(self._layout.blocks):
-            anchor, momentum, u = self._master[block], self._momentum[block], self._u[block]
-            rows = kernels.aligned_zeros((self._layout.block_rows,), np.float64)
-            rows[:] = padded[self._layout.row_tensor[block]]
+
+        def start(block: int) -> kernels.Stepped:
+            rows = self._layout.per_row(block, scale[None])[0]
+            arguments = (self._master[block], self._momentum[block], self._u[block], rows)
             if final:
-                moved = kernels.final_step(scratch[0], anchor, u, rows)
-                scratch = (moved, scratch[1])
-            else:
-                scratch = kernels.outer_step(
-                    *scratch, anchor, momentum, u, rows, self._learning_rate, self._beta
-                )
-                momentum[...] = np.asarray(scratch[1])
+                return kernels.final_step(free.pop(), *arguments)
+            return kernels.outer_step(free.pop(), *arguments, self._learning_rate, self._beta)
+
+        def finish(block: int, stepped: kernels.Stepped) -> None:
             for dtype, held in self._narrow.items():
-                narrowed[dtype] = kernels.narrow(narrowed[dtype], scratch[0])
+                narrowed[dtype] = kernels.narrow(narrowed[dtype], stepped.anchor)
                 held[block] = np.asarray(narrowed[dtype])
-            anchor[...] = np.asarray(scratch[0])
+            self._master[block] = np.asarray(stepped.anchor)
+            self._momentum[block] = np.asarray(stepped.momentum)
+            free.append(stepped)
+
+        self._each_block(start, finish)
+
+    def _each_block(self, start: Callable[[int], Any], finish: Callable[[int, Any], None]) -> None:
+        """Starts a block before it finishes the one before.
+
+        Programs run on threads of JAX's own, so the copies that the two functions make pass
+        while the arithmetic of the neighbouring block is under way.
+        """
+        started = start(0)
+        for block in range(1, self._layout.blocks):
+            following = start(block)
+            finish(block - 1, started)
+            started = following
+        finish(self._layout.blocks - 1, started)
 
     def _check_range(self) -> None:
         for index, spec in enumerate(self._layout.specs):
             if spec.dtype != "float16":
                 continue
-            bits = self._place(index, self._narrow["float16"]).view(np.uint16)
+            bits = self._layout.part(index, self._narrow["float16"]).view(np.uint16)
             if bits.size and np.max(bits & 0x7FFF) >= 0x7C00:
                 raise UsageError(
                     f"`{spec.name}` left the range of float16 in this round. "
@@ -200,17 +236,16 @@ class FragmentCloser:
                 )
 
     def _closed(self, mean_cosine: float) -> Closed:
-        layout = self._layout
-        master, momentum = self._master.reshape(-1), self._momentum.reshape(-1)
         anchor: dict[str, np.ndarray] = {}
-        masters: dict[str, np.ndarray | None] = {}
-        for index, spec in enumerate(layout.specs):
-            held = layout.tensor(index, master)
+        momentum: dict[str, np.ndarray] = {}
+        master: dict[str, np.ndarray | None] = {}
+        for index, spec in enumerate(self._layout.specs):
+            held = self._layout.tensor(index, self._master)
             narrow = self._narrow.get(spec.dtype)
-            masters[spec.name] = None if narrow is None else held
-            anchor[spec.name] = held if narrow is None else layout.tensor(index, narrow.reshape(-1))
-        momenta = {s.name: layout.tensor(i, momentum) for i, s in enumerate(layout.specs)}
-        return Closed(anchor, momenta, masters, mean_cosine)
+            master[spec.name] = None if narrow is None else held
+            anchor[spec.name] = held if narrow is None else self._layout.tensor(index, narrow)
+            momentum[spec.name] = self._layout.tensor(index, self._momentum)
+        return Closed(anchor, momentum, master, mean_cosine)
 
     def _cosine(self, lengths: np.ndarray, u_norms: np.ndarray) -> float:
         """Mean cosine over all pairs of contributions, and over tensors by their size.
@@ -227,37 +262,36 @@ class FragmentCloser:
         sizes = np.array([spec.size for spec in self._layout.specs])[counted]
         return float(np.clip(np.average(cosines, weights=sizes), -1.0, 1.0))
 
-    def _dtype(self, block: int, deltas) -> np.dtype:
-        """The dtype in which all deltas can be staged: their own if it is one, else fp32."""
-        dtypes = {one[s.tensor].dtype for one in deltas for s in self._layout.segments[block]}
-        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-
-    def _stage(self, block: int, tensors, slot: int, dtype: np.dtype) -> np.ndarray:
-        """One block of a contribution, copied to where a program can read it in place."""
-        staged = self._staging(slot, dtype)
-        flat = staged.reshape(-1)
-        segments: tuple[Segment, ...] = self._layout.segments[block]
-        for segment in segments:
-            flat[segment.target] = tensors[segment.tensor][segment.source]
-            flat[segment.padding] = 0
-        flat[segments[-1].padding.stop if segments else 0 :] = 0
-        return staged
-
-    def _staging(self, slot: int, dtype: np.dtype) -> np.ndarray:
-        if (slot, dtype) not in self._stagings:
-            shape = (self._layout.block_rows, ROW)
-            self._stagings[slot, dtype] = kernels.aligned_zeros(shape, dtype)
-        return self._stagings[slot, dtype]
-
     def _scratch(self, dtype) -> jax.Array:
         return jnp.zeros((self._layout.block_rows, ROW), dtype)
 
-    def _place(self, index: int, blocks: np.ndarray) -> np.ndarray:
-        start = self._layout.starts[index]
-        return blocks.reshape(-1)[start : start + self._layout.specs[index].size]
 
-    def _add_rows(self, sums: np.ndarray, block: int, rows: jax.Array) -> None:
-        np.add.at(sums, self._layout.row_tensor[block], np.asarray(rows).sum(axis=1))
+def _padded(per_row: np.ndarray, blocks: list, group: int) -> list:
+    """Coefficients and blocks of a group, filled up to its size.
+
+    A pad is the last block once more with coefficient 0: a pad of its own would be another stream
+    of memory, and −0.0 + 0·(−0.0) is still −0.0.
+    """
+    coefficients = kernels.aligned_zeros((group, per_row.shape[1]), np.float64)
+    coefficients[: len(blocks)] = per_row
+    return [coefficients, *blocks, *blocks[-1:] * (group - len(blocks))]
+
+
+def _of_one_dtype(blocks: list[np.ndarray]) -> list[np.ndarray]:
+    """Widened where contributions differ, which no run of one configuration produces."""
+    if len({block.dtype for block in blocks}) == 1:
+        return blocks
+    return [block.astype(np.float32) for block in blocks]
+
+
+def _is_direct(merge: Merge, name: str) -> bool:
+    kernel = merge.kernel(name)
+    if kernel is not weighted_mean_kernel and kernel is not rda_kernel:
+        raise UsageError(
+            f"`{name}` would be merged by {kernel!r}; a mailbox run has `rda()` and "
+            "`weighted_mean()`. A merge of your own works in the optax transformation."
+        )
+    return kernel is weighted_mean_kernel
 
 
 def _flat(delta: Mapping[str, np.ndarray], spec: TensorSpec) -> np.ndarray:

@@ -1,9 +1,9 @@
 """The few programs of a close. Each works on one block of rows; see `layout`.
 
 Everything is widened to float64 in registers: the passes are bound by memory, so it costs little,
-and fp32 sums lose the directions that nearly cancel. Outputs are small scratch blocks that stay in
-the cache; each is donated to the call that fills it next, because a fresh page costs more to touch
-for the first time than the arithmetic that fills it.
+and fp32 sums lose the directions that nearly cancel. Outputs reuse the buffers of the call before
+(donation), because a fresh page costs more to touch for the first time than the arithmetic that
+fills it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 LANES = 16
 ALIGNMENT = 64
+"""JAX reads a NumPy array in place if its address is a multiple of this, and else copies it."""
 
 
 @contextlib.contextmanager
@@ -37,7 +39,7 @@ def on_host():
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Memory that a program reads in place. JAX copies NumPy arrays that start anywhere else."""
+    """Memory that a program reads in place."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     skip = -memory.ctypes.data % ALIGNMENT
@@ -54,10 +56,12 @@ def squares(x: jax.Array) -> jax.Array:
 
     An explicit sum of slices, because XLA's own reduction over the last axis is scalar code.
     """
-    parts = (
+    parts = [
         jnp.square(_wide(x[:, start : start + LANES])) for start in range(0, x.shape[1], LANES)
-    )
-    return functools.reduce(jnp.add, parts)
+    ]
+    while len(parts) > 1:  # As a tree: one long chain of sums waits for itself.
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _weighted_sum(coefficients: jax.Array, blocks: tuple[jax.Array, ...]) -> jax.Array:
@@ -65,15 +69,18 @@ def _weighted_sum(coefficients: jax.Array, blocks: tuple[jax.Array, ...]) -> jax
     return functools.reduce(jnp.add, terms)
 
 
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-def combine(coefficients: jax.Array, scratch: jax.Array, *blocks: jax.Array) -> jax.Array:
-    """Σ cᵢ·Δᵢ rounded to fp32 once. `coefficients` is (contributions, rows), float64."""
-    del scratch
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def combine(u: jax.Array, coefficients: jax.Array, *blocks: jax.Array) -> jax.Array:
+    """u = Σ cᵢ·Δᵢ, rounded to fp32 once. `coefficients` is (contributions, rows), float64.
+
+    `u` is a block to write over.
+    """
+    del u
     return _weighted_sum(coefficients, blocks).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
-def accumulate(coefficients: jax.Array, total: jax.Array, *blocks: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, donate_argnums=0)
+def accumulate(total: jax.Array, coefficients: jax.Array, *blocks: jax.Array) -> jax.Array:
     """`combine` onto a float64 total, for more contributions than one program reads well."""
     return total + _weighted_sum(coefficients, blocks)
 
@@ -84,20 +91,25 @@ def narrow(scratch: jax.Array, x: jax.Array) -> jax.Array:
     return x.astype(scratch.dtype)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1), keep_unused=True)
-def outer_step(
-    scratch_anchor, scratch_momentum, anchor, momentum, u, scale, learning_rate, beta
-) -> tuple[jax.Array, jax.Array]:
-    """m ← β·m + Δ, Θ ← Θ − η·(Δ + β·m), with Δ = scale·u; `scale` is (rows,), float64."""
-    del scratch_anchor, scratch_momentum
-    delta = scale[:, None] * _wide(u)
-    momentum = (beta * _wide(momentum) + delta).astype(jnp.float32)
-    moved = _wide(anchor) - learning_rate * (delta + beta * _wide(momentum))
-    return moved.astype(jnp.float32), momentum
+class Stepped(NamedTuple):
+    """A block of the state after a step, to be copied to its place; then a scratch to donate."""
+
+    anchor: jax.Array
+    momentum: jax.Array
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def final_step(scratch_anchor, anchor, u, scale) -> jax.Array:
-    """Θ ← Θ − Δ, the step of a round whose participants are all final."""
-    del scratch_anchor
-    return (_wide(anchor) - scale[:, None] * _wide(u)).astype(jnp.float32)
+def outer_step(scratch: Stepped, anchor, momentum, u, scale, learning_rate, beta) -> Stepped:
+    """m ← β·m + Δ, Θ ← Θ − η·(Δ + β·m), with Δ = scale·u; `scale` is (rows,), float64."""
+    del scratch
+    delta = scale[:, None] * _wide(u)
+    momentum = (beta * _wide(momentum) + delta).astype(jnp.float32)
+    moved = _wide(anchor) - learning_rate * (delta + beta * _wide(momentum))
+    return Stepped(moved.astype(jnp.float32), momentum)
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def final_step(scratch: Stepped, anchor, momentum, u, scale) -> Stepped:
+    """Θ ← Θ − Δ, the step of a round whose participants are all final; the momentum stays."""
+    del scratch
+    return Stepped((_wide(anchor) - scale[:, None] * _wide(u)).astype(jnp.float32), momentum)

@@ -4,8 +4,8 @@
     tensors       | a a a a.. | b.. | c c c c c c c...           each starts on a row of its own
     blocks        |   block 0       |   block 1       | ...      a fixed number of rows
 
-Every program works on one block, so a handful serves any number of tensors of any shape: a row never
-holds two tensors, hence a coefficient per row is a coefficient per tensor. Tensors of one dtype lie
+Every program works on one block, so a handful serves any number of tensors of any shape. A row
+never holds two tensors: a coefficient per row is a coefficient per tensor. Tensors of one dtype lie
 side by side, so that few blocks mix two.
 """
 
@@ -23,7 +23,7 @@ from jdiloco.types import TensorSpec
 
 ROW = 1024
 BLOCK_ROWS_SMALL = 32
-BLOCK_ROWS_LARGE = 256
+BLOCK_ROWS_LARGE = 1024
 HELD_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -51,21 +51,34 @@ class Layout:
         """How many blocks the flat vector has; at least one."""
         return len(self.segments)
 
-    def blocks_of(self, dtype: str) -> range:
-        """The blocks in which a parameter of this dtype lies."""
-        found = [
-            block
-            for block, segments in enumerate(self.segments)
-            if any(self.specs[segment.tensor].dtype == dtype for segment in segments)
-        ]
-        return range(found[0], found[-1] + 1) if found else range(0)
+    @property
+    def block_size(self) -> int:
+        """Elements of a block."""
+        return self.block_rows * ROW
+
+    def part(self, index: int, flat: np.ndarray) -> np.ndarray:
+        """The elements of one tensor, flat, in an array of all blocks."""
+        start = self.starts[index]
+        return flat.reshape(-1)[start : start + self.specs[index].size]
 
     def tensor(self, index: int, flat: np.ndarray) -> np.ndarray:
-        """A read-only view of one tensor in its own shape. `flat` is a whole flat vector."""
-        spec, start = self.specs[index], self.starts[index]
-        view = flat[start : start + spec.size].reshape(spec.shape)
+        """`part` in the shape of the tensor and read-only."""
+        view = self.part(index, flat).reshape(self.specs[index].shape)
         view.flags.writeable = False
         return view
+
+    def per_row(self, block: int, values: np.ndarray) -> np.ndarray:
+        """Values per tensor, (n, tensors), as values per row, (n, block_rows); padding gets 0."""
+        padded = np.pad(values, ((0, 0), (0, 1)))
+        return padded[:, self.row_tensor[block]]
+
+    def add_rows(self, sums: np.ndarray, block: int, rows) -> None:
+        """Adds values per row, (block_rows, parts), to sums per tensor."""
+        per_row = np.asarray(rows).sum(axis=1)
+        tensors, first = np.unique(self.row_tensor[block], return_index=True)
+        found = np.add.reduceat(per_row, first)
+        held = tensors < len(sums)
+        sums[tensors[held]] += found[held]
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
@@ -77,7 +90,7 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
                 "Cast the parameter before joining."
             )
     rows = [math.ceil(spec.size / ROW) for spec in specs]
-    block_rows = BLOCK_ROWS_LARGE if sum(rows) > BLOCK_ROWS_LARGE else BLOCK_ROWS_SMALL
+    block_rows = BLOCK_ROWS_LARGE if sum(rows) > BLOCK_ROWS_LARGE // 2 else BLOCK_ROWS_SMALL
     blocks = max(1, math.ceil(sum(rows) / block_rows))
     row_tensor = np.full(blocks * block_rows, len(specs), np.int32)
     starts = [0] * len(specs)
