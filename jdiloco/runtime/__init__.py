@@ -1,0 +1,22 @@
+"""Where decisions meet arrays, threads and the outside world.
+
+    clock          the one door to time and fresh names
+    algorithm      the settings of a run, as a user writes them
+    schema         the tensors of a model and the fragment plan
+    parameters     where a user's tensors are, by name
+    messages       safetensors, read without believing a header
+    contributions  a delta as an object, and the checks it must pass
+    payloads       what a round committed, as objects
+    checkpoints    run checkpoints, by Orbax
+    close          the arithmetic of closing a round
+    rounds         closing for real: examine, merge, upload
+    workers        library threads
+    node           the member's machine, driven
+    learner        the learner's machine, driven by the user's own loop
+    joining        the joining generators, driven
+    inspect        what a mailbox says, without joining
+
+The protocol decides and this package obeys: nothing here chooses a round, a closer or a moment.
+A library thread touches host memory and single-device arrays only; programs that span devices are
+dispatched by the user's thread, because two threads with collectives can deadlock.
+"""
