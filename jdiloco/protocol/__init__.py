@@ -25,9 +25,9 @@ deleted, because a writer that was delayed would create them a second time. Ever
 the incarnation and the attempt of its only possible writer in its name.
 
 A node acts on a round, in closing and in training, only after it has read that round's record or
-had its own write of it confirmed. Whoever sent a record and got no clear answer sends the same bytes
-again until it has read some record of that round. So leases, claims, listings and clocks may all be
-wrong: they cost time, never correctness.
+had its own write of it confirmed. Whoever sent a record and got no clear answer sends the same
+bytes again until it has read some record of that round. So leases, claims, listings and clocks may
+all be wrong: they cost time, never correctness.
 
 Turned down.
 
