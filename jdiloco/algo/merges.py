@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree, Real
+from jaxtyping import Array, Bool, Float, PyTree, Real, Shaped
 
 from jdiloco.algo.paths import leaf_names
 from jdiloco.errors import UsageError
@@ -230,7 +230,7 @@ def check_merge(merge: Any) -> None:
         )
 
 
-def per_row(values: Real[Array, " rows"], like: Real[Array, " rows *leaf"]) -> Array:
+def per_row(values: Shaped[Array, " rows"], like: Real[Array, " rows *leaf"]) -> Array:
     """Gives `values` as many axes as `like`, so that they multiply row by row."""
     return jax.lax.expand_dims(values, range(1, like.ndim))
 

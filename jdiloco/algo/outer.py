@@ -15,7 +15,7 @@ deltas of a round, stacked on a leading axis, and their weights, as the keyword 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -213,9 +213,9 @@ def diloco_outer(
     Use it as any optax optimiser, with these differences:
 
     * `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, deltas, weights=weights)` works, with
-      `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on ("unexpected keyword
-      argument 'weights'"): call `state.tx.update(deltas, state.opt_state, state.params,
-      weights=weights)`.
+      `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on ("missing 1 required
+      keyword-only argument: 'weights'"): call `state.tx.update(deltas, state.opt_state,
+      state.params, weights=weights)`.
     * What clips, wraps or masks goes after the merge, not around or before it; see `CHAIN`. Around
       it `apply_if_finite` and `conditionally_transform` fail in JAX before we can speak ("cond
       branches must have equal output types"), `lookahead` in optax ("unexpected keyword argument
@@ -264,6 +264,7 @@ def _nesterov(
     delta: Float[Array, " *leaf"], momentum: Float[Array, " *leaf"], rate: Any, beta: Any
 ) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
     delta, rate, beta = (jnp.asarray(x).astype(momentum.dtype) for x in (delta, rate, beta))
+    delta = _laid_as(momentum, delta)
     momentum = beta * momentum + delta
     return -rate * (delta + beta * momentum), momentum
 
@@ -282,7 +283,7 @@ def _widen(param: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
 def _advance(
     update: Float[Array, " *leaf"], param: Float[Array, " *leaf"], master: Float[Array, " *leaf"]
 ) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
-    shown = param.astype(jnp.float32)
+    shown, update = param.astype(jnp.float32), _laid_as(master, update)
     master = jnp.where(_narrow(master, param.dtype) == param, master, shown)
     master = master + update.astype(jnp.float32)
     return _narrow(master, param.dtype).astype(jnp.float32) - shown, master
@@ -292,6 +293,12 @@ def _narrow(master: Float[Array, " *leaf"], dtype: Any) -> Float[Array, " *leaf"
     """Rounds, and keeps XLA from leaving the rounding out where the result is widened again."""
     largest = float(jnp.finfo(dtype).max)
     return jax.lax.optimization_barrier(jnp.clip(master, -largest, largest).astype(dtype))
+
+
+def _laid_as(like: Array, x: Array) -> Array:
+    """On explicit axes, `x` where `like` lies, so that state stays with its parameter."""
+    want, have = jax.typeof(like).sharding, jax.typeof(x).sharding
+    return jax.sharding.reshard(x, want) if want.mesh == have.mesh and want != have else x
 
 
 @jax.jit
@@ -339,6 +346,8 @@ def _difference(deltas: Any, tree: Any) -> str:
 
 
 def _check_stacked(deltas: Any, rows: int, params: Any) -> None:
+    if isinstance(deltas, Iterator):
+        raise UsageError(f"The deltas are a tree of stacked arrays, not an iterator. {_WAY_OUT}")
     _check_floating(deltas, "delta")
     leaves = jax.tree.leaves(deltas)
     like = leaves if params is None else _aligned(deltas, params, "parameters")

@@ -1,8 +1,8 @@
 """How a model is cut into fragments, the sets of tensors that are synchronised together.
 
 A plan is a function of names, shapes and types alone, so every node would make the same one. It is
-made once, by the creator of a run, and stands in the manifest. A partition is a frozen dataclass with
-one method `deal(specs, fragments)`, which answers with a list of tensors per fragment; `plan` then
+made once, by the creator of a run, and stands in the manifest. A partition is a frozen dataclass
+with one method, `deal(specs, fragments)`, which gives a list of tensors per fragment; `plan` then
 checks the answer, so that a partition of your own goes through the same door.
 """
 

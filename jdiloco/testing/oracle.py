@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (lets NumPy know bfloat16 by its name)
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Wide = NDArray[np.float64]
+Tensor = Any  # Whatever NumPy makes an array of: a number, a list, a JAX array of any type.
 
 
 def weight(steps: int, samples: int) -> float:
@@ -28,68 +29,68 @@ def weight(steps: int, samples: int) -> float:
     return float(Fraction(samples) ** 2 / Fraction(steps))
 
 
-def delta(anchor: ArrayLike, params: ArrayLike) -> Wide:
+def delta(anchor: Tensor, params: Tensor) -> Wide:
     """`anchor - params`: it points against the training, like a gradient."""
-    return widen(anchor) - widen(params)
+    return np.asarray(widen(anchor) - widen(params))
 
 
-def weighted_mean(deltas: Sequence[ArrayLike], weights: Sequence[float]) -> Wide:
+def weighted_mean(
+    deltas: Sequence[Tensor] | NDArray[Any], weights: Sequence[Any] | NDArray[Any]
+) -> Wide:
     """`Σ wᵢ Δᵢ / W`."""
     total = float(sum(weights))
     merged = np.zeros(np.shape(deltas[0]))
     for d, w in zip(deltas, weights, strict=True):
         merged = merged + (w / total) * widen(d)
-    return merged
+    return np.asarray(merged)
 
 
-def rda(deltas: Sequence[ArrayLike], weights: Sequence[float]) -> Wide:
+def rda(deltas: Sequence[Tensor] | NDArray[Any], weights: Sequence[Any] | NDArray[Any]) -> Wide:
     """`r̄ φ(u)`, with a `u` shorter than 1e-6 taken for zero."""
     total = float(sum(weights))
     length, u = 0.0, np.zeros(np.shape(deltas[0]))
     for d, w in zip(deltas, weights, strict=True):
         length += (w / total) * norm(d)
         u = u + (w / total) * unit(d)
-    return np.zeros_like(u) if norm(u) < 1e-6 else length * unit(u)
+    return np.asarray(np.zeros_like(u) if norm(u) < 1e-6 else length * unit(u))
 
 
-def mean_direction(deltas: Sequence[ArrayLike], weights: Sequence[float]) -> float:
+def mean_direction(
+    deltas: Sequence[Tensor] | NDArray[Any], weights: Sequence[Any] | NDArray[Any]
+) -> float:
     """`‖u‖`: 1 where all agree, 0 where they cancel; it says how exact an fp32 RDA can be."""
     return norm(weighted_mean([unit(d) for d in deltas], weights))
 
 
-def norm(x: ArrayLike) -> float:
+def norm(x: Tensor) -> float:
     """The Euclidean length over all elements."""
     return float(np.sqrt(np.sum(np.square(widen(x)))))
 
 
-def unit(x: ArrayLike) -> Wide:
+def unit(x: Tensor) -> Wide:
     """`x / max(‖x‖, 1e-12)`."""
-    return widen(x) / max(norm(x), 1e-12)
+    return np.asarray(widen(x) / max(norm(x), 1e-12))
 
 
 def outer_step(
-    anchor: ArrayLike,
-    momentum: ArrayLike,
-    merged: ArrayLike,
+    anchor: Tensor,
+    momentum: Tensor,
+    merged: Tensor,
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
 ) -> tuple[Wide, Wide]:
     """The next anchor and momentum: `m ← β·m + Δ`, `Θ ← Θ − η·(Δ + β·m)`."""
     step = widen(merged)
-    velocity = outer_momentum * widen(momentum) + step
-    return widen(anchor) - outer_lr * (step + outer_momentum * velocity), velocity
+    velocity = np.asarray(outer_momentum * widen(momentum) + step)
+    return np.asarray(widen(anchor) - outer_lr * (step + outer_momentum * velocity)), velocity
 
 
-def narrow(x: ArrayLike, dtype: Any) -> NDArray[Any]:
+def narrow(x: Tensor, dtype: Any) -> NDArray[Any]:
     """`x` at a parameter's type, through fp32 as in the library."""
-    return np.asarray(x, np.float32).astype(_dtype(dtype))
+    return np.asarray(x, np.float32).astype(dtype)
 
 
-def widen(x: ArrayLike) -> Wide:
+def widen(x: Tensor) -> Wide:
     """`x` in float64, whatever it was."""
     return np.asarray(x).astype(np.float64)
-
-
-def _dtype(dtype: Any) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
