@@ -36,12 +36,12 @@ class Closed:
     """What a round left. Read-only views of the closer's memory, good until its next close or load.
 
     `anchor` is in the parameters' dtypes, what is committed; `momentum` is fp32; `master` is fp32
-    for bf16 and fp16 parameters and None for the others, whose anchor is its own master.
+    and holds the bf16 and fp16 parameters only, since an fp32 anchor is its own master.
     """
 
     anchor: dict[str, np.ndarray]
     momentum: dict[str, np.ndarray]
-    master: dict[str, np.ndarray | None]
+    master: dict[str, np.ndarray]
     mean_cosine: float
 
 
@@ -238,12 +238,13 @@ class FragmentCloser:
     def _closed(self, mean_cosine: float) -> Closed:
         anchor: dict[str, np.ndarray] = {}
         momentum: dict[str, np.ndarray] = {}
-        master: dict[str, np.ndarray | None] = {}
+        master: dict[str, np.ndarray] = {}
         for index, spec in enumerate(self._layout.specs):
             held = self._layout.tensor(index, self._master)
-            narrow = self._narrow.get(spec.dtype)
-            master[spec.name] = None if narrow is None else held
-            anchor[spec.name] = held if narrow is None else self._layout.tensor(index, narrow)
+            if spec.dtype in self._narrow:
+                master[spec.name] = held
+                held = self._layout.tensor(index, self._narrow[spec.dtype])
+            anchor[spec.name] = held
             momentum[spec.name] = self._layout.tensor(index, self._momentum)
         return Closed(anchor, momentum, master, mean_cosine)
 
