@@ -1,4 +1,4 @@
-"""Run checkpoints: everything a run has committed, as Orbax writes it.
+"""Run checkpoints: everything a run has committed, as an Orbax checkpoint.
 
     params      the anchors, a dict nested by the parts of their path names
     momentum    the outer step's momentum, nested likewise
@@ -11,14 +11,19 @@ are downloaded. Nobody needs this library to read it:
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(path / "params")
 
-Orbax does not write to every store, and two writers on one path can mix their files. So each
-writer works in a scratch directory of its own and uploads the files under a prefix of its own;
-whoever names the checkpoint names its files with their hashes, and a reader holds them against
+The files are laid out here, through the same TensorStore, and read by Orbax. Its own `save` cannot
+be called from a library's thread: it numbers operations for the whole process, so that a program
+which saves its state in its own thread meanwhile, or this thread, waits for a signal that carries
+another number, for 20 minutes (0.12.8; seen in one of two tries). Nor does it write to every store,
+and two writers on one path mix their files.
+
+So each writer works in a scratch directory of its own and uploads the files under a prefix of its
+own; whoever names the checkpoint names its files with their hashes, and a reader holds them against
 those before Orbax sees them. A writer that dies leaves files that nothing names.
 
-Arrays are NumPy's on both sides. Orbax asks JAX which process it is in, and that starts JAX's
-backend where nothing else has: a program that only reads checkpoints sets `jax_platforms` to `cpu`
-first, or it takes an accelerator it has no use for.
+Arrays are NumPy's on both sides. Writing does not touch JAX. Reading does: Orbax asks it which
+process this is, and that starts JAX's backend where nothing else has. A program that only reads
+checkpoints sets `jax_platforms` to `cpu` first, or it takes an accelerator it has no use for.
 
 Three kinds of names find no place in a nested dict, or none that Orbax keeps apart: `a` beside
 `a/b`, `a.b` beside `a/b`, and names that begin with `#`. Such a tensor lies at the top, under `#`
@@ -32,6 +37,8 @@ import collections
 import contextlib
 import functools
 import hashlib
+import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +48,7 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.records import Payload
@@ -94,18 +102,13 @@ def write(
 
     `prefix` must hold the incarnation and attempt of its only writer. The checkpoint exists once
     something names the files returned. `waits` and `sleep` say, for each file anew, what
-    `create_owned` does with a doubtful answer. Of a pod only process 0 can write: in others Orbax
-    drops NumPy arrays without a word.
+    `create_owned` does with a doubtful answer.
     """
-    if jax.process_index() != 0:
-        raise UsageError(
-            f"This is process {jax.process_index()} of a pod. Write checkpoints in process 0."
-        )
     _check_state(state)
-    items = _items(state)
+    trees, run = _contents(state)
     files = []
     with _private(scratch, "save-") as root:
-        _save(root, items)
+        _save(root, trees, run)
         for path in _files(root):
             data = path.read_bytes()
             key = path.relative_to(root).as_posix()
@@ -159,9 +162,11 @@ def _places(names: Sequence[str]) -> dict[str, Place]:
     return {name: place(position, name) for position, name in enumerate(sorted(names))}
 
 
-def _items(state: RunState) -> dict[str, Any]:
-    """The arguments for Orbax, one per item; it refuses items without content."""
+def _contents(state: RunState) -> tuple[dict[str, dict[Place, np.ndarray]], _Run]:
+    """The items, of arrays that nobody can change any more."""
     places = _places(list(state.values))
+    trees = {"params": state.values, "momentum": state.momentum, "master": state.master}
+    held = {i: {places[n]: _held(a) for n, a in t.items() if a.size} for i, t in trees.items()}
     run = _Run(
         format=FORMAT,
         round=state.round,
@@ -169,12 +174,7 @@ def _items(state: RunState) -> dict[str, Any]:
         manifest=state.manifest.decode(),
         elsewhere={n: p[0] for n, p in places.items() if p[0].startswith("#")},
     )
-    trees = {"params": state.values, "momentum": state.momentum, "master": state.master}
-    items = {}
-    for item, arrays in trees.items():
-        if tree := _nested({places[n]: _held(a) for n, a in arrays.items() if a.size}):
-            items[item] = _save_args(tree)
-    return {**items, "run": ocp.args.JsonSave(msgspec.to_builtins(run))}
+    return {item: arrays for item, arrays in held.items() if arrays}, run
 
 
 def _held(array: np.ndarray) -> np.ndarray:
@@ -219,7 +219,104 @@ def _momentum_dtypes(found: Mapping[str, Any], specs: Sequence[TensorSpec]) -> d
     return {s.name: d if (d := names.get(s.name)) in _WIDE else "float32" for s in specs}
 
 
-# Orbax.
+# Writing what Orbax reads.
+
+
+def _save(root: Path, trees: Mapping[str, Mapping[Place, np.ndarray]], run: _Run) -> None:
+    for item, arrays in trees.items():
+        _save_tree(root / item, arrays)
+    (root / "run").mkdir(parents=True)
+    (root / "run" / "metadata").write_bytes(msgspec.json.encode(run))
+    kinds = dict.fromkeys(trees, ocp.PyTreeCheckpointHandler.typestr())
+    kinds["run"] = ocp.JsonCheckpointHandler.typestr()
+    (root / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": kinds}))
+
+
+def _save_tree(path: Path, arrays: Mapping[Place, np.ndarray]) -> None:
+    """One Zarr 3 array for each leaf, all in one OCDBT database, and the shape of the tree."""
+    path.mkdir(parents=True)
+    context = (
+        ts.Context()
+    )  # Shared, or each array opens a database of its own and adds files to it.
+    for batch in _batches(arrays):
+        with ts.Transaction() as transaction:
+            opened = [
+                ts.open(_zarr(path, *leaf), create=True, context=context, transaction=transaction)
+                for leaf in batch
+            ]
+            writes = [o.result().write(a) for o, (_, a) in zip(opened, batch, strict=True)]
+            for write in writes:
+                write.copy.result()
+    (path / "_METADATA").write_text(json.dumps(_tree_metadata(arrays)))
+
+
+def _batches(arrays: Mapping[Place, np.ndarray]) -> Iterator[list[tuple[Place, np.ndarray]]]:
+    """Cut where a file would be full: a transaction holds what it writes in memory."""
+    batch, size = [], 0
+    for place, array in arrays.items():
+        batch.append((place, array))
+        size += array.nbytes
+        if size >= FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _zarr(path: Path, place: Place, array: np.ndarray) -> dict[str, Any]:
+    """Where Orbax looks for an array, and how it is stored."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": _chunk(array)}}
+    codecs = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "zstd", "configuration": {"level": 1}},
+    ]
+    return {
+        "driver": "zarr3",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{path}/"},
+            "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
+            "target_data_file_size": FILE_BYTES,
+            "path": ".".join(place) + "/",
+        },
+        "metadata": {
+            "shape": array.shape,
+            "data_type": array.dtype.name,
+            "chunk_grid": grid,
+            "codecs": codecs,
+        },
+        "store_data_equal_to_fill_value": True,  # Orbax takes zeros that are not there for a loss.
+    }
+
+
+def _chunk(array: np.ndarray) -> list[int]:
+    """The array's shape, its longest axis halved until it is small enough."""
+    shape = list(array.shape)
+    while math.prod(shape) * array.dtype.itemsize > CHUNK_BYTES:
+        longest = shape.index(max(shape))
+        shape[longest] = -(-shape[longest] // 2)
+    return shape
+
+
+def _tree_metadata(places: Iterable[Place]) -> dict[str, Any]:
+    dict_key = 2  # Orbax's number for one.
+    value = {"value_type": "np.ndarray", "skip_deserialize": False}
+    tree = {
+        str(place): {
+            "key_metadata": [{"key": key, "key_type": dict_key} for key in place],
+            "value_metadata": value,
+        }
+        for place in places
+    }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+# Reading with Orbax.
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:
@@ -234,38 +331,17 @@ def _checkpointer() -> ocp.Checkpointer:
     alone = _alone()
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
-        params=_tree_handler(),
-        momentum=_tree_handler(),
-        master=_tree_handler(),
+        params=ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        momentum=ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        master=ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
         run=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
     )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def _tree_handler() -> ocp.PyTreeCheckpointHandler:
-    """Zarr 3, since only there Orbax heeds a file size; no copies, since `_held` made them."""
-    handlers = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing.
-    )
-    return ocp.PyTreeCheckpointHandler(
-        use_zarr3=True, multiprocessing_options=_alone(), type_handler_registry=handlers
-    )
-
-
-def _save(root: Path, items: Mapping[str, Any]) -> None:
-    with _checkpointer() as checkpointer:
-        checkpointer.save(root, args=ocp.args.Composite(**items))
-
-
 def _restore(root: Path, **items: Any) -> Any:
     with _checkpointer() as checkpointer:
         return checkpointer.restore(root, args=ocp.args.Composite(**items))
-
-
-def _save_args(tree: dict[str, Any]) -> ocp.args.PyTreeSave:
-    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-    return ocp.args.PyTreeSave(tree, chunked, ocdbt_target_data_file_size=FILE_BYTES)
 
 
 def _restore_args(places: Iterable[Place]) -> ocp.args.PyTreeRestore:
@@ -310,7 +386,7 @@ def _check_stored(
 ) -> None:
     """Holds what each item says it stores against the schema before an array is made for it."""
     with _checkpointer() as checkpointer:
-        items = checkpointer.metadata(root).item_metadata
+        items = checkpointer.metadata(root).item_metadata or {}
     for item, specs in wanted.items():
         tree = stored.tree if (stored := items.get(item)) else {}
         found = {names.get(p, "/".join(p)): _stand_in(leaf) for p, leaf in _leaves(tree)}
