@@ -105,7 +105,7 @@ class FragmentCloser:
         `delta` holds fp32, bf16 or fp16 arrays in the parameters' shapes, at any address.
         """
         tensors = [_flat(delta, spec) for spec in self._layout.specs]
-        sums = np.zeros(len(tensors))
+        sums = np.zeros(len(tensors) + 1)
         blocks = [self._gather(0, tensors)]
 
         def start(block: int) -> jax.Array:
@@ -117,7 +117,7 @@ class FragmentCloser:
 
         with kernels.on_host():
             self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
-        norms = np.sqrt(sums)
+        norms = np.sqrt(sums[:-1])
         measured = Measured(tuple(blocks), norms, bool(np.isfinite(norms).all()))
         self._pool.give_back_after(measured, blocks)
         return measured
@@ -131,7 +131,7 @@ class FragmentCloser:
         end = 0
         for segment in segments:
             flat[segment.target] = tensors[segment.tensor][segment.source]
-            flat[segment.padding] = 0
+            flat[segment.padding] = 0  # The pool's memory holds what it held last.
             end = segment.padding.stop
         flat[end:] = 0
         return gathered
@@ -167,7 +167,8 @@ class FragmentCloser:
 
     def _combine(self, deltas, coefficients: np.ndarray) -> np.ndarray:
         """Fills u block by block and returns its norm per tensor, in float64."""
-        sums = np.zeros(len(self._direct))
+        sums = np.zeros(len(self._direct) + 1)
+        coefficients = _with_padding(coefficients)
         if not self._u:
             self._u = [self._scratch(np.float32) for _ in range(self._layout.blocks)]
 
@@ -176,7 +177,7 @@ class FragmentCloser:
             return kernels.squares(self._u[block])
 
         self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
-        return np.sqrt(sums)
+        return np.sqrt(sums[:-1])
 
     def _combine_block(self, block: int, deltas, coefficients: np.ndarray) -> jax.Array:
         group = next((size for size in GROUPS if size >= len(deltas)), GROUPS[-1])
@@ -193,9 +194,10 @@ class FragmentCloser:
     def _step(self, scale: np.ndarray, final: bool) -> None:
         free = [kernels.Stepped(*(self._scratch(np.float32) for _ in "ab")) for _ in range(2)]
         narrowed = {dtype: self._scratch(dtype) for dtype in self._narrow}
+        scales = _with_padding(scale[None])
 
         def start(block: int) -> kernels.Stepped:
-            rows = self._layout.per_row(block, scale[None])[0]
+            rows = self._layout.per_row(block, scales)[0]
             arguments = (self._master[block], self._momentum[block], self._u[block], rows)
             if final:
                 return kernels.final_step(free.pop(), *arguments)
@@ -265,6 +267,11 @@ class FragmentCloser:
 
     def _scratch(self, dtype) -> jax.Array:
         return jnp.zeros((self._layout.block_rows, ROW), dtype)
+
+
+def _with_padding(values: np.ndarray) -> np.ndarray:
+    """Values per tensor, (n, tensors), and a 0 for the rows where none lies."""
+    return np.pad(values, ((0, 0), (0, 1)))
 
 
 def _padded(per_row: np.ndarray, blocks: list, group: int) -> list:

@@ -45,6 +45,7 @@ class Layout:
     starts: tuple[int, ...]  # Per tensor: its first element in the flat vector.
     segments: tuple[tuple[Segment, ...], ...]  # Per block.
     row_tensor: np.ndarray  # shape=(blocks, block_rows). `len(specs)` where no tensor lies.
+    first_rows: tuple[np.ndarray, ...]  # Per block: the first row of each tensor in it.
 
     @property
     def blocks(self) -> int:
@@ -68,17 +69,16 @@ class Layout:
         return view
 
     def per_row(self, block: int, values: np.ndarray) -> np.ndarray:
-        """Values per tensor, (n, tensors), as values per row, (n, block_rows); padding gets 0."""
-        padded = np.pad(values, ((0, 0), (0, 1)))
-        return padded[:, self.row_tensor[block]]
+        """Values per tensor, (n, tensors + 1), as values per row, (n, block_rows).
+
+        The last column is what rows without a tensor get.
+        """
+        return values[:, self.row_tensor[block]]
 
     def add_rows(self, sums: np.ndarray, block: int, rows) -> None:
-        """Adds values per row, (block_rows, parts), to sums per tensor."""
-        per_row = np.asarray(rows).sum(axis=1)
-        tensors, first = np.unique(self.row_tensor[block], return_index=True)
-        found = np.add.reduceat(per_row, first)
-        held = tensors < len(sums)
-        sums[tensors[held]] += found[held]
+        """Adds values per row, (block_rows, parts), to sums per tensor, (tensors + 1,)."""
+        first = self.first_rows[block]
+        sums[self.row_tensor[block, first]] += np.add.reduceat(np.asarray(rows).sum(axis=1), first)
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
@@ -103,7 +103,8 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     segments = tuple(
         tuple(_segments(block, row_tensor[block], specs, starts)) for block in range(blocks)
     )
-    return Layout(tuple(specs), block_rows, tuple(starts), segments, row_tensor)
+    first_rows = tuple(np.flatnonzero(np.diff(row, prepend=-1)) for row in row_tensor)
+    return Layout(tuple(specs), block_rows, tuple(starts), segments, row_tensor, first_rows)
 
 
 def _segments(block: int, tensors: np.ndarray, specs, starts):
