@@ -1,5 +1,9 @@
 """Run by test_sharded on eight pretended devices: stacks, parameters and state that are sharded."""
 
+# optax types states and updates as `ArrayTree`, which knows no fields, keys or operators.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from jdiloco.algo.merges import merge_tree
 
 # Examples compile programs, so a deadline would measure the compiler.
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-more = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+more = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SEEDS = 2**32 - 1
 

@@ -1,5 +1,9 @@
 """The two merges on small inputs, padding, and the door for a merge of one's own."""
 
+# optax types states and updates as `ArrayTree`, which knows no fields, keys or operators.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import dataclasses
 import math
 

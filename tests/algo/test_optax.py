@@ -1,5 +1,9 @@
 """diloco_outer among other optax transformations, under NNX, and under JAX's own maps."""
 
+# optax types states and updates as `ArrayTree`, which knows no fields, keys or operators.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import functools
 import re
 

@@ -1,5 +1,9 @@
 """Nesterov over rounds and the fp32 master: reported faults, and numbers to check by hand."""
 
+# optax types states and updates as `ArrayTree`, which knows no fields, keys or operators.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

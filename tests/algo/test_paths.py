@@ -1,9 +1,12 @@
 """One model has the same names and order in every container."""
 
+# optax types states and updates as `ArrayTree`, which knows no fields, keys or operators.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import ast
 import pathlib
 
-import flax
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,10 +63,10 @@ CONTAINERS = {
     "flat state": nnx.to_flat_state(STATE),
     "pure dict": PURE,
     "text keys": text_keys(PURE),
-    "FrozenDict": flax.core.freeze(text_keys(PURE)),
+    "FrozenDict": freeze(text_keys(PURE)),
     "variables": {"params": text_keys(PURE)},
     "TrainState.params": train_state(text_keys(PURE)).params,
-    "tuple keys": flax.traverse_util.flatten_dict(PURE),
+    "tuple keys": flatten_dict(PURE),
     "shapes": jax.eval_shape(lambda: PURE),
     "Linen boxes": jax.tree.map(lambda x: linen.Partitioned(x, (None,) * x.ndim), text_keys(PURE)),
 }
