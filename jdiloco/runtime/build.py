@@ -6,7 +6,7 @@ import os
 import platform
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 from jdiloco.protocol.records import Build
 
@@ -17,7 +17,7 @@ def this_build() -> Build:
     return Build(
         platform=device.platform,
         device_kind=device.device_kind,
-        jaxlib=jaxlib.__version__,
+        jaxlib=jaxlib_version.__version__,
         machine=platform.machine(),
         cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

@@ -48,7 +48,7 @@ def encode(key: str, head: ContributionHead, tensors: Mapping[str, np.ndarray]) 
 def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
     running = hashlib.sha256(f"{key}\n{head}\n".encode())
     for array in tensors.values():
-        running.update(array.reshape(-1).view(np.uint8))
+        running.update(array.reshape(-1).view(np.uint8).data)
     return running.hexdigest()
 
 

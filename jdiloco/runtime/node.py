@@ -14,23 +14,20 @@ speak through two queues as well, and through one slot that holds the learner's 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jdiloco import events
-from jdiloco.errors import (
-    ClosingFailed,
-    FormatError,
-    JDilocoError,
-    StoreUnavailable,
-)
+from jdiloco.errors import ClosingFailed, FormatError, JDilocoError, StoreUnavailable
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
@@ -61,6 +58,11 @@ logger = logging.getLogger("jdiloco")
 SETTLE_WAITS = (0.1, 0.3)
 """Seconds between the tries of one upload; after them the protocol decides when to try again."""
 
+WORKERS = ("small", "upload", "close", "deliver", "save")
+
+SHORTEST_WAIT = 0.001
+"""Seconds; the control thread never turns faster than this for time alone."""
+
 Fetch = Callable[[], Mapping[str, np.ndarray]]
 
 
@@ -83,7 +85,7 @@ class Followed:
 class Halt:
     """For the learner: this node must not go on."""
 
-    error: JDilocoError
+    error: BaseException
 
 
 ToLearner = Commit | Followed | Halt
@@ -143,9 +145,7 @@ class Node:
             library,
             self._create_owned,
         )
-        self._workers = {
-            name: Worker(name) for name in ("small", "upload", "close", "deliver", "save")
-        }
+        self._workers = {name: Worker(name, self._halt) for name in WORKERS}
         self._control = threading.Thread(target=self._run, name="jdiloco-control", daemon=True)
         self._control.start()
 
@@ -170,29 +170,42 @@ class Node:
         self._inbox.put(fx.Contributed(self._clock.now(), head))
 
     def emit(self, event: events.Event) -> None:
-        """Hands an event to every callback; one that raises is logged and changes nothing."""
+        """Hands an event to every callback; one that raises is logged and changes nothing.
+
+        What is no `Exception` goes on: a KeyboardInterrupt is meant for the program.
+        """
         for callback in self._callbacks:
             try:
                 callback(event)
             except Exception:
                 logger.exception("jdiloco: a callback raised on %s", event)
 
-    def leave(self, seconds: float) -> None:
-        """Says so with a last beat, as far as that goes in `seconds`, and ends every thread."""
+    def leave(self, seconds: float, *, hurry: bool) -> None:
+        """Says so with a last beat, as far as that goes in `seconds`, and ends every thread.
+
+        In a hurry nothing is begun that has not been. A node that must not go on says nothing.
+        """
         deadline = self._clock.now() + seconds
         self._inbox.put(None)
-        self._control.join(max(0.0, deadline - self._clock.now()))
-        state = self._state
-        phase, step, next_round = self._progress[-1]
-        del phase
-        last = BeatKey(
-            state.me.node, state.me.incarnation, state.beat + 1, "left", step, next_round
-        )
-        self._workers["small"].submit(lambda: self._try_create(state.keys.beat(last)))
+        self._control.join(seconds)
+        if hurry:
+            for worker in self._workers.values():
+                worker.drop()
+        if not self._state.stopped:
+            self._workers["small"].submit(self._say_left)
         for worker in self._workers.values():
             worker.stop()
-        for worker in self._workers.values():
-            worker.join(deadline - self._clock.now())
+        for name, worker in self._workers.items():
+            if not worker.join(deadline - self._clock.now()):
+                logger.warning("jdiloco: left while a request (%s) was under way", name)
+
+    def _say_left(self) -> None:
+        state = self._state
+        _, step, next_round = self._progress[-1]
+        me = state.me
+        beat = BeatKey(me.node, me.incarnation, state.beat + 1, "left", step, next_round)
+        with contextlib.suppress(StoreUnavailable):
+            self.place.store.create(state.keys.beat(beat), b"")
 
     # The control thread
 
@@ -203,19 +216,28 @@ class Node:
             logger.exception("jdiloco: the control thread failed")
             failed = ClosingFailed(f"The control thread of this node ended on {error!r}.")
             failed.__cause__ = error
-            self.to_learner.put(Halt(failed))
+            self._halt(failed)
+        except BaseException as error:
+            self._halt(error)
+
+    def _halt(self, error: BaseException) -> None:
+        """Ends the training loop with `error`."""
+        self.to_learner.put(Halt(error))
 
     def _loop(self) -> None:
-        while True:
-            wait = member.wake_at(self._state) - self._clock.now()
-            try:
-                event = self._inbox.get(timeout=max(0.001, wait))
-            except queue.Empty:
-                event = fx.Tick(self._clock.now())
-            if event is None:
-                return
+        while (event := self._next_event()) is not None:
             self._tell_progress()
             self._step(event)
+
+    def _next_event(self) -> fx.Event | None:
+        """What happens next, or that time has passed; None: the node leaves."""
+        if self._state.stopped:
+            return self._inbox.get()  # There is nothing left to wake up for.
+        wait = member.wake_at(self._state) - self._clock.now()
+        try:
+            return self._inbox.get(timeout=max(SHORTEST_WAIT, wait))
+        except queue.Empty:
+            return fx.Tick(self._clock.now())
 
     def _tell_progress(self) -> None:
         newest = self._progress[-1]
@@ -228,100 +250,93 @@ class Node:
         for effect in effects:
             _PERFORM[type(effect)](self, effect)
 
-    def _answer(self, event: fx.Event) -> None:
-        self._inbox.put(event)
+    def _ask(
+        self, worker: str, request: Callable[[], fx.Event], failed: Callable[[], fx.Event]
+    ) -> None:
+        """Performs a request on a library thread and tells the member its answer.
+
+        Whatever goes wrong, there is one: a member waits for as long as it takes.
+        """
+
+        def job() -> None:
+            try:
+                answer = request()
+            except StoreUnavailable:
+                answer = failed()
+            except FormatError as error:
+                self.emit(events.Warned(node=self.place.life.node, message=str(error)))
+                answer = failed()
+            except Exception:
+                logger.exception("jdiloco: a request failed in a way nobody foresaw")
+                answer = failed()
+            self._inbox.put(answer)
+
+        self._workers[worker].submit(job)
 
     # Small requests
 
     def _poll(self, effect: fx.Poll) -> None:
         prefix = self._state.keys.log
 
-        def job() -> None:
-            try:
-                listed = self.place.store.list(prefix, after=effect.after)
-                keys = tuple(entry.key for entry in listed)
-            except StoreUnavailable:
-                keys = None
-            self._answer(fx.Listed(self._clock.now(), keys))
+        def request() -> fx.Event:
+            listed = self.place.store.list(prefix, after=effect.after)
+            return fx.Listed(self._clock.now(), tuple(entry.key for entry in listed))
 
-        self._workers["small"].submit(job)
+        self._ask("small", request, lambda: fx.Listed(self._clock.now(), None))
 
     def _beat(self, effect: fx.Beat) -> None:
-        def job() -> None:
-            self._answer(fx.Beaten(self._clock.now(), self._try_create(effect.key)))
+        def request() -> fx.Event:
+            self.place.store.create(effect.key, b"")
+            return fx.Beaten(self._clock.now(), True)
 
-        self._workers["small"].submit(job)
-
-    def _try_create(self, key: str) -> bool:
-        try:
-            self.place.store.create(key, b"")
-        except StoreUnavailable:
-            return False
-        return True
+        self._ask("small", request, lambda: fx.Beaten(self._clock.now(), False))
 
     def _read_record(self, effect: fx.ReadRecord) -> None:
-        key = self._state.keys.record(effect.round)
+        key, round = self._state.keys.record(effect.round), effect.round
 
-        def job() -> None:
-            ok, data = self._try_get(key)
-            self._answer(fx.RecordRead(self._clock.now(), effect.round, data, ok))
+        def request() -> fx.Event:
+            return fx.RecordRead(self._clock.now(), round, self.place.store.get(key))
 
-        self._workers["small"].submit(job)
-
-    def _try_get(self, key: str) -> tuple[bool, bytes | None]:
-        try:
-            return True, self.place.store.get(key)
-        except StoreUnavailable:
-            return False, None
+        self._ask("small", request, lambda: fx.RecordRead(self._clock.now(), round, None, ok=False))
 
     def _write_record(self, effect: fx.WriteRecord) -> None:
-        key = self._state.keys.record(effect.round)
+        key, round = self._state.keys.record(effect.round), effect.round
 
-        def job() -> None:
-            try:
-                created = self.place.store.create(key, effect.data)
-            except StoreUnavailable:
-                created = None
-            self._answer(fx.RecordSent(self._clock.now(), effect.round, created))
+        def request() -> fx.Event:
+            created = self.place.store.create(key, effect.data)
+            return fx.RecordSent(self._clock.now(), round, created)
 
-        self._workers["small"].submit(job)
+        self._ask("small", request, lambda: fx.RecordSent(self._clock.now(), round, None))
 
     def _make_claim(self, effect: fx.MakeClaim) -> None:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
 
-        def job() -> None:
-            data = None
-            try:
-                created = self.place.store.create(key, effect.data)
-                data = effect.data if created else self.place.store.get(key)
-            except StoreUnavailable:
-                logger.debug("jdiloco: no answer to a claim on round %d", effect.round)
-            self._answer(fx.ClaimRead(self._clock.now(), effect.round, effect.number, data))
+        def request() -> fx.Event:
+            created = self.place.store.create(key, effect.data)
+            return self._claim(effect, effect.data if created else self.place.store.get(key))
 
-        self._workers["small"].submit(job)
+        self._ask("small", request, lambda: self._claim(effect, None))
 
     def _read_claim(self, effect: fx.ReadClaim) -> None:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
+        self._ask(
+            "small",
+            lambda: self._claim(effect, self.place.store.get(key)),
+            lambda: self._claim(effect, None),
+        )
 
-        def job() -> None:
-            _, data = self._try_get(key)
-            self._answer(fx.ClaimRead(self._clock.now(), effect.round, effect.number, data))
-
-        self._workers["small"].submit(job)
+    def _claim(self, effect: fx.MakeClaim | fx.ReadClaim, data: bytes | None) -> fx.ClaimRead:
+        return fx.ClaimRead(self._clock.now(), effect.round, effect.number, data)
 
     def _read_manifest(self, effect: fx.ReadManifest) -> None:
         del effect
 
-        def job() -> None:
-            ok, data = self._try_get(MANIFEST)
-            run: str | None = ""
-            try:
-                run = unseal(MANIFEST, data, Manifest).run if data else ""
-            except FormatError:
-                logger.warning("jdiloco: the manifest in this mailbox is damaged")
-            self._answer(fx.ManifestRead(self._clock.now(), run if ok else None))
+        def request() -> fx.Event:
+            data = self.place.store.get(MANIFEST)
+            run = unseal(MANIFEST, data, Manifest).run if data else ""
+            return fx.ManifestRead(self._clock.now(), run)
 
-        self._workers["small"].submit(job)
+        self._ask("small", request, lambda: fx.ManifestRead(self._clock.now(), None))
 
     # Contributions of this node
 
@@ -329,18 +344,12 @@ class Node:
         key = self._state.keys.contribution(effect.key)
         head, fetch = self._fetches[effect.key.round]
 
-        def job() -> None:
-            ok = True
-            try:
-                self._create_owned(key, self._contribution(key, head, fetch))
-            except (StoreUnavailable, FormatError) as error:
-                ok = False
-                self._warn(error)
-            self._answer(fx.Uploaded(self._clock.now(), effect.key, ok))
-            if ok:
-                self.emit(_published(head))
+        def request() -> fx.Event:
+            self._create_owned(key, self._contribution(key, head, fetch))
+            self.emit(_published(head))
+            return fx.Uploaded(self._clock.now(), effect.key, True)
 
-        self._workers["upload"].submit(job)
+        self._ask("upload", request, lambda: fx.Uploaded(self._clock.now(), effect.key, False))
 
     def _contribution(self, key: str, head: ContributionHead, fetch: Fetch) -> Sequence[Buffer]:
         """Its bytes; an empty one when the delta cannot be brought to the host."""
@@ -359,69 +368,64 @@ class Node:
     # Closing
 
     def _examine(self, effect: fx.Examine) -> None:
-        def job() -> None:
-            now = self._clock.now
+        def request() -> fx.Event:
             try:
                 found = self._closer.examine(effect)
-                answer = fx.Examined(now(), effect.key, found.head, found.weight, found.sha256)
             except Rejection as rejection:
-                answer = fx.Examined(now(), effect.key, rejected=rejection.reason)
-            except (StoreUnavailable, FormatError):
-                answer = fx.Examined(now(), effect.key)
-            self._answer(answer)
+                return fx.Examined(self._clock.now(), effect.key, rejected=rejection.reason)
+            return fx.Examined(
+                self._clock.now(), effect.key, found.head, found.weight, found.sha256
+            )
 
-        self._workers["close"].submit(job)
+        self._ask("close", request, lambda: fx.Examined(self._clock.now(), effect.key))
 
     def _merge(self, effect: fx.Merge) -> None:
         checkpoint = self._state.chain.checkpoint
 
-        def job() -> None:
-            try:
-                made = self._closer.merge(effect, checkpoint)
-            except Exception as error:
-                if not isinstance(error, StoreUnavailable):
-                    logger.exception("jdiloco: closing round %d failed", effect.round)
-                answer = fx.Merged(
-                    self._clock.now(), effect.round, effect.attempt, error=str(error)
-                )
-            else:
-                answer = fx.Merged(self._clock.now(), effect.round, effect.attempt, *made)
-            self._answer(answer)
+        def merged(*made: Any, error: str = "") -> fx.Event:
+            now = self._clock.now()
+            return fx.Merged(now, effect.round, effect.attempt, *made, error=error)
 
-        self._workers["close"].submit(job)
+        def request() -> fx.Event:
+            try:
+                return merged(*self._closer.merge(effect, checkpoint))
+            except (JDilocoError, MemoryError) as error:
+                return merged(error=f"{type(error).__name__}: {error}")
+
+        self._ask("close", request, lambda: merged(error="see the log"))
 
     def _took(self, effect: fx.Took) -> None:
-        def job() -> None:
-            values = self._closer.committed(effect.record, own=effect.own)
-            if values is not None:
-                self._ready[effect.record.round] = values
-
-        self._workers["close"].submit(job)
+        """Here and not on the closing thread: what it is for is delivered next."""
+        record = effect.record
+        values = self._closer.take_values(record.round)
+        if values is not None and effect.own:
+            self._ready[record.round] = values
+        self._workers["close"].submit(lambda: self._closer.committed(record, own=effect.own))
 
     # Values for the learner
 
     def _deliver(self, effect: fx.Deliver) -> None:
         record = effect.record
+        made_here = self._ready.pop(record.round, None)
 
-        def job() -> None:
-            values = self._ready.pop(record.round, None)
-            ok = True
-            try:
-                if effect.values and values is None:
-                    specs = self.place.schema.fragment(record.fragment)
-                    values = read_anchor(self.place.store, record, specs)
-            except (StoreUnavailable, FormatError) as error:
-                ok = False
-                self._warn(error)
-            if ok:
-                self.to_learner.put(Commit(record, values if effect.values else None))
-            self._answer(fx.Delivered(self._clock.now(), record.round, ok))
+        def request() -> fx.Event:
+            values = None
+            if effect.values:
+                values = made_here if made_here is not None else self._committed(record)
+            self.to_learner.put(Commit(record, values))
+            return fx.Delivered(self._clock.now(), record.round, True)
 
-        self._workers["deliver"].submit(job)
+        self._ask("deliver", request, lambda: fx.Delivered(self._clock.now(), record.round, False))
 
-    def _warn(self, error: Exception) -> None:
-        if isinstance(error, FormatError):
-            self.emit(events.Warned(node=self.place.life.node, message=str(error)))
+    def _committed(self, record: RoundRecord) -> Tensors | None:
+        """What a record committed; None when it is gone because a newer version has replaced it."""
+        specs = self.place.schema.fragment(record.fragment)
+        values = read_anchor(self.place.store, record, specs)
+        chain = self._state.chain
+        if values is not None or chain.records[record.fragment] != record:
+            return values
+        library = Library(self.place.store, self.place.schema, self.place.scratch)
+        return library.values(record.fragment, record, chain.checkpoint)
 
     def _follow(self, effect: fx.Follow) -> None:
         self.to_learner.put(Followed(effect.round))
@@ -434,29 +438,29 @@ class Node:
         def copy() -> None:
             try:
                 state = self._closer.snapshot(effect, newest, self.place.manifest_data)
-            except (StoreUnavailable, FormatError):
-                self._answer(fx.Saved(self._clock.now(), None))
-                return
-            self._workers["save"].submit(lambda: write(state))
-
-        def write(state: checkpoints.RunState) -> None:
-            try:
-                files = checkpoints.write(
-                    state,
-                    self.place.store,
-                    effect.prefix,
-                    scratch=self.place.scratch,
-                    waits=SETTLE_WAITS,
-                    sleep=self._clock.sleep,
-                )
-                made = Checkpoint(effect.round, effect.versions, effect.prefix, files)
             except Exception as error:
                 if not isinstance(error, StoreUnavailable):
-                    logger.exception("jdiloco: writing a run checkpoint failed")
-                made = None
-            self._answer(fx.Saved(self._clock.now(), made))
+                    logger.exception("jdiloco: copying the values for a run checkpoint failed")
+                self._inbox.put(fx.Saved(self._clock.now(), None))
+                return
+            self._ask(
+                "save",
+                lambda: fx.Saved(self._clock.now(), self._checkpoint(effect, state)),
+                lambda: fx.Saved(self._clock.now(), None),
+            )
 
         self._workers["close"].submit(copy)
+
+    def _checkpoint(self, effect: fx.Save, state: checkpoints.RunState) -> Checkpoint:
+        files = checkpoints.write(
+            state,
+            self.place.store,
+            effect.prefix,
+            scratch=self.place.scratch,
+            waits=SETTLE_WAITS,
+            sleep=self._clock.sleep,
+        )
+        return Checkpoint(effect.round, effect.versions, effect.prefix, files)
 
     def _delete(self, effect: fx.Delete) -> None:
         def job() -> None:

@@ -6,9 +6,13 @@ Belongs to one library thread. What is closed, and when, is the protocol's decis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from jdiloco.algo.merges import contribution_weight
+from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.keys import ContributionKey, Keys
 from jdiloco.protocol.records import (
@@ -22,11 +26,13 @@ from jdiloco.protocol.records import (
 from jdiloco.runtime import contributions, messages, payloads
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
-from jdiloco.runtime.close import Closed, FragmentCloser, Measured
+from jdiloco.runtime.close import FragmentCloser, Measured
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.runtime.payloads import Library, Tensors
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Buffer, Store
+
+logger = logging.getLogger("jdiloco")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,20 @@ class RoundCloser:
         self._values: dict[int, Tensors] = {}  # What this node's own attempt committed, by round.
 
     def examine(self, request: fx.Examine) -> Accepted:
-        """Reads and measures a contribution. Raises Rejection."""
+        """Reads and measures a contribution. Raises Rejection.
+
+        Bytes that break the reader in a way nobody foresaw are rejected too: one node's must not
+        keep everybody's round from closing.
+        """
+        try:
+            return self._examine(request)
+        except (Rejection, StoreUnavailable, MemoryError):
+            raise
+        except Exception as error:
+            logger.exception("jdiloco: %s could not be read", self._keys.contribution(request.key))
+            raise Rejection("corrupt") from error
+
+    def _examine(self, request: fx.Examine) -> Accepted:
         name = self._keys.contribution(request.key)
         if request.newer is not None and not self._still_valid(name, request):
             raise Rejection("superseded")
@@ -89,7 +108,10 @@ class RoundCloser:
         """Whether the newest life of the node vouches for what an earlier one published."""
         key = self._keys.incarnation(request.key.node, request.newer or 0)
         data = self._store.get(key)
-        return data is not None and name in unseal(key, data, Incarnation).valid
+        try:
+            return data is not None and name in unseal(key, data, Incarnation).valid
+        except FormatError:
+            return False
 
     def merge(self, request: fx.Merge, checkpoint: Checkpoint) -> tuple[Payload, Payload, float]:
         """Takes the outer step and uploads anchor and outer state."""
@@ -111,20 +133,22 @@ class RoundCloser:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
             made[part] = Payload(key, size, messages.digest(buffers))
             self._send(key, buffers)
-        self._values[request.round] = _copied(closed)
+        self._values[request.round] = _copies(closed.anchor)
         return made["anchor"], made["outer"], closed.mean_cosine
 
-    def committed(self, record: RoundRecord, *, own: bool) -> Tensors | None:
-        """A record has been read: what was held for its round goes.
+    def take_values(self, round: int) -> Tensors | None:
+        """What this node's own attempt at a round made; any thread may ask, once."""
+        return self._values.pop(round, None)
 
-        Returns the values it committed when this node made them, so that nobody has to read them.
-        """
+    def committed(self, record: RoundRecord, *, own: bool) -> None:
+        """A record has been read: what was held for its round goes."""
         if own and not record.void:
             self._loaded[record.fragment] = record.round
         for key in [key for key in self._measured if key.round <= record.round]:
             del self._measured[key]
-        values = self._values.pop(record.round, None)
-        return values if own else None
+        for round in list(self._values):  # Another thread may be taking from it.
+            if round <= record.round:
+                self._values.pop(round, None)  # Of an attempt that came second.
 
     def snapshot(self, request: fx.Save, checkpoint: Checkpoint, manifest: bytes) -> RunState:
         """A copy of every fragment's state, for a run checkpoint."""
@@ -132,9 +156,9 @@ class RoundCloser:
         for index, record in enumerate(request.records):
             self._load(index, record, checkpoint)
             held = self._closer(index).state()
-            values |= {name: array.copy() for name, array in held.anchor.items()}
-            momentum |= {name: array.copy() for name, array in held.momentum.items()}
-            master |= {n: array.copy() for n, array in held.master.items() if array is not None}
+            values |= _copies(held.anchor)
+            momentum |= _copies(held.momentum)
+            master |= _copies(held.master)
         return RunState(values, momentum, master, request.versions, request.round, manifest)
 
     def _closer(self, index: int) -> FragmentCloser:
@@ -156,8 +180,13 @@ class RoundCloser:
         found = self._library.version(index, base, checkpoint)
         self._closer(index).load(found.values, found.momentum, found.master)
         self._loaded[index] = round
+        if len(self._loaded) == len(self._schema.plan):
+            self._library.forget()  # Everything is held here; a restored checkpoint is a model.
 
 
-def _copied(closed: Closed) -> Tensors:
-    """The closer's own memory changes with its next round; learners keep what they are given."""
-    return {name: array.copy() for name, array in closed.anchor.items()}
+def _copies(tensors: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+    """The closer's own memory changes with its next round; who is given a copy may keep it."""
+    copies = {name: array.copy() for name, array in tensors.items() if array is not None}
+    for array in copies.values():
+        array.setflags(write=False)
+    return copies

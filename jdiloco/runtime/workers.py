@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -9,17 +10,19 @@ from collections.abc import Callable
 
 logger = logging.getLogger("jdiloco")
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class Worker:
     """A thread that runs jobs one after another.
 
     A daemon, so that a store that hangs cannot keep a program from ending. A job answers for its
-    own failures; one that does not is a fault of ours: it is logged and the next job runs.
+    own failures; one that does not is a fault of ours: it is logged and the next job runs. What is
+    no `Exception` is meant for the program: `failed` is given it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"jdiloco-{name}", daemon=True)
         self._thread.start()
@@ -27,6 +30,12 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Runs `job` after those before it."""
         self._jobs.put(job)
+
+    def drop(self) -> None:
+        """Forgets the jobs that have not begun."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
 
     def stop(self) -> None:
         """Ends after the jobs that are queued; returns at once."""
@@ -43,3 +52,6 @@ class Worker:
                 job()
             except Exception:
                 logger.exception("jdiloco: a request failed in a way nobody foresaw")
+            except BaseException as error:
+                self._failed(error)
+            del job  # It may hold a whole model, and the next one may be long in coming.
