@@ -45,9 +45,15 @@ class Lease:
         return self.unchanged < rules.lease_seconds
 
     def expected(self, rules: Rules) -> bool:
-        """A learner that rounds wait for: live, training, and getting ahead."""
-        if self.beat is None or self.beat.phase != "training" or not self.live(rules):
+        """A learner that rounds wait for: live, training, and getting ahead.
+
+        One that waits for a commit trains as soon as it has it, so it counts; its step stands
+        still, which says nothing of it.
+        """
+        if self.beat is None or not self.live(rules):
             return False
+        if self.beat.phase != "training":
+            return self.beat.phase == "waiting"
         return self.still < max(rules.lease_seconds, 3 * (self.step_seconds or 0.0))
 
 
