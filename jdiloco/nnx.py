@@ -22,26 +22,37 @@ class ModuleHolder:
 
     def __init__(self, module: nnx.Module, wrt: type[nnx.Variable] = nnx.Param) -> None:
         named = named_leaves(module)
-        boxes = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        owners = _owners(module)
         self._variables: dict[str, nnx.Variable] = {}
-        for place, box in zip(named.places, boxes, strict=True):
+        for place, owner in zip(named.places, owners, strict=True):
             leaf = named.leaves[place]
-            if isinstance(box, wrt) and leaf.spec is not None:
-                self._variables.setdefault(leaf.name, box)
+            if isinstance(owner, wrt) and leaf.spec is not None:
+                self._variables.setdefault(leaf.name, owner)
         self._specs = {spec.name: spec for spec in named.specs if spec.name in self._variables}
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(self._specs.values())
 
-    def get(self, params: Any, names: Sequence[str]) -> tuple[jax.Array, ...]:
+    def check(self, params: Any) -> None:
         del params  # They are in the module.
-        found = tuple(self._variables[name].get_raw_value() for name in names)
-        for name, leaf in zip(names, found, strict=True):
-            check_leaf(self._specs[name], leaf)
-        return found
+        for name, spec in self._specs.items():
+            check_leaf(spec, self._variables[name].get_raw_value())
+
+    def get(self, params: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        del params
+        return tuple(self._variables[name].get_raw_value() for name in names)
 
     def put(self, params: Any, values: Mapping[str, jax.Array]) -> Any:
         for name, value in values.items():
             self._variables[name].set_raw_value(value)
         return params
+
+
+def _owners(module: nnx.Module) -> list[Any]:
+    """For each leaf of the module, in tree order, the Variable around it, or the leaf itself.
+
+    A Variable may hold nothing, or be a tree of its own.
+    """
+    boxes = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [box for box in boxes for _ in jax.tree.leaves(box)]

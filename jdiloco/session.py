@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
-from jdiloco.runtime.parameters import Holder, TreeHolder
+from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.payloads import Library
 from jdiloco.runtime.schema import Schema
 from jdiloco.store import open_store
@@ -92,6 +93,8 @@ class Session:
         leave_with_run: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        if not poll_interval > 0:
+            raise UsageError(f"`poll_interval` must be above 0 seconds, got {poll_interval!r}.")
         if poll_interval * 4 > algorithm.beat_seconds:
             raise UsageError(
                 f"`poll_interval` is {poll_interval} s and the run's `beat_seconds` "
@@ -112,6 +115,8 @@ class Session:
         self._schema = Schema.of(self._holder.specs, algorithm)
         self._stop_signal: int | None = None
         self._open = contextlib.ExitStack()
+        self._entered = False
+        self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
         self._node: Node | None = None
         self._learner: Learner | None = None
 
@@ -123,63 +128,88 @@ class Session:
     # The block
 
     def __enter__(self) -> Session:
-        if self._node is not None:
+        if self._entered:
             raise UsageError("This session has been entered before. Make another one.")
+        self._entered = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals())
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="jdiloco-"))
+            # Errors are ignored because a thread that outlives the block may still write there.
+            scratch = tempfile.TemporaryDirectory(prefix="jdiloco-", ignore_cleanup_errors=True)
+            stack.enter_context(scratch)
             try:
-                self._join(Path(scratch))
-            except _StopRequested:
-                raise SystemExit(0) from None  # There is no block yet that could just end.
+                self._join(Path(scratch.name))
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, _StopRequested):
+                    raise SystemExit(0) from None  # There is no block yet that could just end.
+                raise
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> bool:
         stopped = kind is not None and issubclass(kind, _StopRequested)
-        try:
-            if kind is None:
-                self._finish()
-            because = "stopped" if stopped else "failed" if kind else "finished"
-            self._leave(because)
-        finally:
-            self._open.close()
+        because = "stopped" if stopped else "failed" if kind else "finished"
+        with self._open:
+            try:
+                if kind is None:
+                    self._finish()
+            except BaseException:
+                because = "failed"
+                raise
+            finally:
+                self._leave("stopped" if self.stopped_by else because)
         return stopped
 
     def _finish(self) -> None:
         """Waits for what is in flight; a signal cuts it short."""
-        learner = self._live()
-        rules = self.algorithm
-        patience = rules.lease_seconds + 10 * self._poll_interval + rules.beat_seconds
         with contextlib.suppress(_StopRequested):
-            self._params = learner.finish(
+            self._params = self._live().finish(
                 self._params,
-                flush=rules.flush_on_close,
-                patience=patience,
+                flush=self.algorithm.flush_on_close,
+                patience=self._patience,
                 with_run=self._leave_with_run,
             )
 
+    @property
+    def _patience(self) -> float:
+        """Seconds for a closer that died to be noticed and for another to take its place."""
+        rules = self.algorithm
+        return rules.lease_seconds + 10 * self._poll_interval + rules.beat_seconds
+
     def _leave(self, because: str) -> None:
-        if self._learner is None or self._node is None:
-            return
-        if self._in_place and because != "failed":
-            self._learner.committed(self._params)
-        left = self._learner.leave(because)
-        self._node.leave(LEAVE_SECONDS)
+        """Ends every thread. Who is stopped or fails goes at once; else what was begun is ended."""
+        assert self._learner is not None
+        assert self._node is not None
+        hurry = because != "finished"
+        try:
+            if self._in_place and because != "failed":
+                self._learner.committed(self._params)
+            left = self._learner.leave(because)
+        finally:
+            self._node.leave(LEAVE_SECONDS if hurry else self._patience, hurry=hurry)
         self._node.emit(left)
+
+    def _abandon(self) -> None:
+        """Joining failed."""
+        self._learner = None
+        if self._node is not None:
+            self._node.leave(LEAVE_SECONDS, hurry=True)
 
     # Joining
 
     def _join(self, scratch: Path) -> None:
         store = open_store(self._mailbox)
-        values = self._initial_values()
         performer = Performer(
             store,
             self._clock,
             scratch=scratch,
-            initial=lambda: initial_state(self._schema, values),
+            initial=lambda: initial_state(self._schema, self._initial_values()),
             check_stop=self._check_stop,
         )
+        with contextlib.closing(performer):
+            self._join_run(store, performer, scratch)
+
+    def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
         manifest, data, created = self._find_run(performer)
         keys = Keys(manifest.run)
         life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
@@ -240,7 +270,8 @@ class Session:
     def _initial_values(self) -> dict[str, np.ndarray]:
         names = [spec.name for spec in self._schema.tensors]
         leaves = self._holder.get(self._params, names)
-        return {name: np.array(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        host = jax.device_get(leaves)
+        return {name: np.array(leaf) for name, leaf in zip(names, host, strict=True)}
 
     def _waiting(self) -> joining.Waiting:
         algorithm = self.algorithm
@@ -267,13 +298,13 @@ class Session:
         """The newest committed values this node holds, as copies, in the structure it was given.
 
         In the block right after it was entered, that is the run's newest; after the block, the
-        newest committed version. Leaves that are not floating point are those passed last.
+        newest committed version. Leaves that are not floating point are those passed last. Of a
+        module it is the module itself, which holds those values at these two times and is being
+        trained in between.
         """
-        if self._learner is None:
-            raise UsageError("The session has not been entered. Use it in a `with` statement.")
-        if self._in_place:
-            return self._params
-        return self._learner.committed(self._params)
+        learner = self._live()
+        self._was_read = True
+        return self._params if self._in_place else learner.committed(self._params)
 
     def step(self, params: Any = None, *, samples: int, steps: int = 1) -> Any:
         """Counts a training step, publishes and aligns what is due, and returns the parameters.
@@ -282,15 +313,29 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        self._check_stop()
-        if samples < 0 or steps < 0:
-            raise UsageError(f"`samples` and `steps` are counts, got {samples} and {steps}.")
+        samples, steps = _count("samples", samples), _count("steps", steps)
         if self._in_place:
+            self._refuse_params(params)
+            self._check_stop()
             learner.step(None, samples=samples, steps=steps)
             return None
+        if not self._was_read:
+            raise UsageError(
+                "`step` was called before `session.params` was read, so this node trains from its "
+                "own values and not from the run's. Begin with `params = session.params`."
+            )
         self._params = params
+        self._check_stop()
         self._params = learner.step(params, samples=samples, steps=steps)
         return self._params
+
+    def _refuse_params(self, params: Any) -> None:
+        if params is not None:
+            raise UsageError(
+                f"`step` was given a {type(params).__name__}, but this session trains a module in "
+                "place: call `session.step(samples=n)`. To train a split state, open the session "
+                "with that state."
+            )
 
     def run(self, step: Callable[[Any, Any], Any], data: Iterable[Any]) -> Any:
         """Calls `step` for each item of `data` and does the session's part after each.
@@ -299,6 +344,7 @@ class Session:
         `step(module, item)` returns the samples alone. Ends with the data or with a signal. What
         `step` or `data` raise ends the block and goes on to the caller.
         """
+        self._params = self.params
         for item in data:
             if self._in_place:
                 self.step(samples=step(self._params, item))
@@ -341,7 +387,7 @@ class Session:
             restore()
 
     def _check_stop(self) -> None:
-        if self._stop_signal is not None and self.stopped_by is None:
+        if self._stop_signal is not None:
             self.stopped_by = signal.Signals(self._stop_signal).name
             raise _StopRequested(self.stopped_by)
 
@@ -364,16 +410,26 @@ def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
     SchemaMismatch when the run trains another model.
     """
     store = open_store(mailbox)
-    data = store.get(MANIFEST)
-    if data is None:
-        raise UsageError(f"There is no run in {store.url}: it holds no `{MANIFEST}`.")
-    manifest = unseal(MANIFEST, data, Manifest)
-    holder = _holder(like)
-    schema = Schema(holder.specs, manifest.plan)
-    schema.check_against(manifest)
     with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
         performer = Performer(store, Clock(), scratch=Path(scratch))
+        data = performer.run(joining.read_manifest())
+        if data is None:
+            raise UsageError(f"There is no run in {store.url}: it holds no `{MANIFEST}`.")
+        manifest = unseal(MANIFEST, data, Manifest)
+        holder = _holder(like)
+        schema = Schema(holder.specs, manifest.plan)
+        schema.check_against(manifest)
         library = Library(store, schema, Path(scratch))
         _, values = newest_values(performer, library, manifest, data)
-        leaves = {name: jax.device_put(value) for name, value in values.items()}
-        return holder.put(like, leaves)
+        leaves = zip(values, holder.get(like, list(values)), strict=True)
+        return holder.put(like, {name: placed(values[name], leaf) for name, leaf in leaves})
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"`{name}` counts something: a whole number of at least 0, not {value!r}.")
+    return count

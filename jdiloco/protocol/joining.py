@@ -327,6 +327,11 @@ def _refuse(keys: Keys, person: Person, beat: BeatKey) -> Steps[None]:
 # Reading where the run stands
 
 
+def read_manifest() -> Steps[bytes | None]:
+    """The manifest's bytes, None when there is no run."""
+    return (yield Get(MANIFEST))
+
+
 def read_chain(manifest: Manifest, data: bytes) -> Steps[Chain]:
     """The chain at the newest record.
 

@@ -29,9 +29,20 @@ TRIES = 8
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 5.0
 
+SAVE_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""The same for each file of the first checkpoint."""
+
+STOP_SECONDS = 0.1
+"""How long a wait goes on before somebody asks whether it should."""
+
+CLOSE_SECONDS = 2.0
+
 
 class Performer:
-    """Drives joining generators. `initial` makes the state of the run's first checkpoint."""
+    """Drives joining generators. `initial` makes the state of the run's first checkpoint.
+
+    `check_stop` is asked several times a second, and may raise. `close` when done.
+    """
 
     def __init__(
         self,
@@ -48,6 +59,9 @@ class Performer:
         self._initial = initial
         self._check_stop = check_stop
         self._saved: queue.SimpleQueue[Checkpoint | Exception] = queue.SimpleQueue()
+        self._saver: threading.Thread | None = None
+        self._closed = False
+        self._refused: tuple[str, int] = ("", 0)  # A key, and how often it could not be created.
 
     def run(self, steps: Steps[T]) -> T:
         """Performs every request, and returns what the generator returns."""
@@ -64,6 +78,12 @@ class Performer:
             except StoreUnavailable as error:
                 failure = error
 
+    def close(self) -> None:
+        """Gives up a checkpoint that is still being written."""
+        self._closed = True
+        if self._saver is not None:
+            self._saver.join(CLOSE_SECONDS)
+
     def _with_patience(self, request: requests.Request) -> Any:
         wait = FIRST_WAIT
         for left in reversed(range(TRIES)):
@@ -71,13 +91,25 @@ class Performer:
             try:
                 return self._perform(request)
             except StoreUnavailable:
-                if isinstance(request, requests.Create):
+                if isinstance(request, requests.Create) and self._may_go_on(request.key):
                     return False  # It may have landed: the generator reads back.
-                if not left:
+                if not left or isinstance(request, (requests.Create, requests.Saved)):
                     raise
-            self._clock.sleep(wait)
+            self._sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
         raise AssertionError("unreachable")
+
+    def _may_go_on(self, key: str) -> bool:
+        """False once a store that answers reads has let this create fail too often in a row."""
+        before, times = self._refused
+        self._refused = (key, times + 1 if key == before else 1)
+        return self._refused[1] < TRIES
+
+    def _sleep(self, seconds: float) -> None:
+        end = self._clock.now() + seconds
+        while (left := end - self._clock.now()) > 0:
+            self._clock.sleep(min(left, STOP_SECONDS))
+            self._check_stop()
 
     def _perform(self, request: requests.Request) -> Any:
         match request:
@@ -91,12 +123,13 @@ class Performer:
                 return self._store.delete(keys)
             case requests.Sleep(seconds):
                 began = self._clock.now()
-                self._clock.sleep(seconds)
+                self._sleep(seconds)
                 return self._clock.now() - began
             case requests.SaveInitial(prefix):
-                threading.Thread(
+                self._saver = threading.Thread(
                     target=self._save, args=(prefix,), name="jdiloco-create", daemon=True
-                ).start()
+                )
+                self._saver.start()
                 return None
             case requests.Saved(seconds):
                 return self._await_saved(seconds)
@@ -111,21 +144,32 @@ class Performer:
                 self._store,
                 prefix,
                 scratch=self._scratch,
-                waits=(0.1, 0.3, 1.0),
-                sleep=self._clock.sleep,
+                waits=SAVE_WAITS,
+                sleep=self._sleep_unless_closed,
             )
             self._saved.put(Checkpoint(-1, state.versions, prefix, files))
         except Exception as error:
             self._saved.put(error)
 
+    def _sleep_unless_closed(self, seconds: float) -> None:
+        end = self._clock.now() + seconds
+        while (left := end - self._clock.now()) > 0:
+            if self._closed:
+                raise StoreUnavailable("Joining was given up while the store did not answer.")
+            self._clock.sleep(min(left, STOP_SECONDS))
+
     def _await_saved(self, seconds: float) -> Checkpoint | None:
-        try:
-            found = self._saved.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        end = self._clock.now() + seconds
+        while (left := end - self._clock.now()) > 0:
+            self._check_stop()
+            try:
+                found = self._saved.get(timeout=min(left, STOP_SECONDS))
+            except queue.Empty:
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+        return None
 
 
 def initial_state(schema: Schema, values: dict[str, np.ndarray]) -> RunState:

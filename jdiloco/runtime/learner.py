@@ -11,6 +11,7 @@ same call, so the user's step does not compile again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, ToLearner
-from jdiloco.runtime.parameters import Holder
+from jdiloco.runtime.parameters import Holder, placed
 from jdiloco.runtime.payloads import Tensors
 
 NEVER = 2**62
@@ -69,6 +70,8 @@ class Learner:
         self._paced_at: float | None = None
         self._step_seconds: float | None = None
         self._heard_at = clock.now()  # When a commit last came.
+        self._checked = False  # The first call is looked at whatever is due: it may be a trace.
+        self._halted: BaseException | None = None
         self._warned_unchanged = False
 
     @property
@@ -88,7 +91,7 @@ class Learner:
         for index in range(len(self._names)):
             self._anchors.append(())
             params = self._replace(params, index)
-            leaves = self._holder.get(params, self._names[index])
+            leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
             jax.block_until_ready(_delta(self._anchors[index], leaves, dtype=self._wire))
         self._plan()
         self._tell("training")
@@ -108,11 +111,15 @@ class Learner:
 
     def step(self, params: Any, *, samples: int, steps: int) -> Any:
         """Counts a call; publishes and aligns what is due."""
+        due = self._steps + steps >= self._due or not self._node.to_learner.empty()
+        if due or not self._checked:
+            self._refuse(params)
         self._steps += steps
         self._samples += samples
-        if self._steps < self._due and self._node.to_learner.empty():
+        if not due:
             self._tell("training")
             return params
+        self._state = dataclasses.replace(self._state, last_call=steps)
         params = self._take(params, self._arrived())
         self._settle_steps()
         self._state, effects = machine.trained(self._state, steps=0, samples=0, last_call=steps)
@@ -122,6 +129,13 @@ class Learner:
         self._plan()
         self._tell("training")
         return params
+
+    def _refuse(self, params: Any) -> None:
+        """Raises what speaks against this call, before anything of it counts."""
+        if self._halted is not None:
+            raise self._halted
+        self._holder.check(params)
+        self._checked = True
 
     def _plan(self) -> None:
         due = machine.steps_to_due(self._state)
@@ -173,6 +187,7 @@ class Learner:
         for item in items:
             match item:
                 case Halt(error):
+                    self._halted, self._due = error, 0
                     raise error
                 case Followed(round):
                     self._state, _ = machine.follow(self._state, round)
@@ -215,12 +230,12 @@ class Learner:
         names = self._names[snapshot.fragment]
         delta: Leaves = ()
         if not snapshot.empty:
-            leaves = self._holder.get(params, names)
+            leaves = tuple(map(_on_device, self._holder.get(params, names)))
             anchors = self._near(snapshot.fragment, leaves)
             delta = _delta(anchors, leaves, dtype=self._wire)
 
         def fetch() -> Mapping[str, np.ndarray]:
-            host = dict(zip(names, map(np.asarray, delta), strict=bool(delta)))
+            host = dict(zip(names, jax.device_get(delta), strict=bool(delta)))
             if delta and not any(array.any() for array in host.values()):
                 self._warn_unchanged(snapshot)
             return host
@@ -228,13 +243,9 @@ class Learner:
         self._node.contribute(self._head(snapshot), fetch)
 
     def _near(self, fragment: int, leaves: Leaves) -> Leaves:
-        """The anchors, moved when the user has moved the parameters to other devices."""
+        """The anchors, moved when the parameters have been, by the user or by his compiler."""
         anchors = self._anchors[fragment]
-        moved = any(
-            a.sharding.device_set != leaf.sharding.device_set
-            for a, leaf in zip(anchors, leaves, strict=True)
-        )
-        if moved:
+        if any(a.sharding != leaf.sharding for a, leaf in zip(anchors, leaves, strict=True)):
             anchors = self._copies(self._names[fragment], leaves)
             self._anchors[fragment] = anchors
         return anchors
@@ -249,7 +260,8 @@ class Learner:
                 message=(
                     f"No parameter of fragment {snapshot.fragment} changed in "
                     f"{snapshot.counters.steps} steps. Pass what the step returned to "
-                    "`session.step`; a program that trains a split NNX state passes that state."
+                    "`session.step`; a program that trains a split NNX state opens the session "
+                    "with that state and passes it."
                 ),
             )
         )
@@ -294,7 +306,7 @@ class Learner:
     def _copies(self, names: tuple[str, ...], leaves: Leaves) -> Leaves:
         """The committed values, each where the leaf it stands in for is."""
         return tuple(
-            _placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)
+            placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)
         )
 
     def emit(self, event: events.Event) -> None:
@@ -308,27 +320,38 @@ class Learner:
 
         Gives up once nothing has been committed for `patience` seconds.
         """
+        if self._halted is not None:
+            return params  # `step` has raised why, and nothing will come any more.
         params = self._take(params, self._arrived())
         self._settle_steps()
+        if flush:
+            self._holder.check(params)
         self._state, effects = machine.finish(self._state, flush=flush)
         params = self._perform(params, effects, {})
-        self._tell("finished")
-        self._node.wake()
         self._heard_at = self._clock.now()
         while self._has_to_stay(with_run) and self._clock.now() < self._heard_at + patience:
             params = self._take(params, self._await())
-            self._tell("finished")
         return params
 
     def _has_to_stay(self, with_run: bool) -> bool:
+        """Whether something is to come that this node waits for.
+
+        It says `finished` only when all of its own is committed: until then it may publish, and
+        others that leave with the run would go without what it brings.
+        """
         if not machine.done(self._state):
             return True
+        self._tell("finished")
+        self._node.wake()
+        if not with_run:
+            return False
         member = self._node.state
         others = [life for life in member.verdict.expected if life != member.me]
-        unread = [key for key in member.contributions if key.round > self._state.read]
-        if with_run and others:
+        if others:
             self._heard_at = self._clock.now()  # They train; that is no reason to give up.
-        return with_run and bool(others or unread)
+        open_rounds = [key.round for key in member.contributions]
+        newest = max(member.records_to, member.chain.read, *open_rounds)
+        return bool(others) or newest > self._state.read
 
     def leave(self, because: str) -> events.Left:
         """Drops what will never be published, and says where every sample went."""
@@ -372,8 +395,6 @@ def _delta(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
     )
 
 
-def _placed(value: np.ndarray, like: Any) -> jax.Array:
-    """A copy of `value` that compiles like `like`: placed where that is, committed if that is."""
-    if getattr(like, "committed", False):
-        return jax.device_put(value, like.sharding)
-    return jax.device_put(value)
+def _on_device(leaf: Any) -> jax.Array:
+    """A NumPy array goes over by itself: handed to a jitted call it would be moved implicitly."""
+    return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from jdiloco.algo.paths import named_leaves
@@ -25,8 +26,12 @@ class Holder(Protocol):
         """What a run may hold of this model, in canonical order."""
         ...
 
-    def get(self, params: Any, names: Sequence[str]) -> tuple[jax.Array, ...]:
-        """The tensors of `params` with these names."""
+    def check(self, params: Any) -> None:
+        """Raises UsageError unless every tensor of `params` can be read and is as it was."""
+        ...
+
+    def get(self, params: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        """The tensors of `params` with these names. They may have been donated."""
         ...
 
     def put(self, params: Any, values: Mapping[str, jax.Array]) -> Any:
@@ -49,12 +54,14 @@ class TreeHolder:
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(self._specs.values())
 
-    def get(self, params: Any, names: Sequence[str]) -> tuple[jax.Array, ...]:
+    def check(self, params: Any) -> None:
         leaves = self._flatten(params)
-        found = tuple(leaves[self._indices[name][0]] for name in names)
-        for name, leaf in zip(names, found, strict=True):
-            check_leaf(self._specs[name], leaf)
-        return found
+        for name, spec in self._specs.items():
+            check_leaf(spec, leaves[self._indices[name][0]])
+
+    def get(self, params: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        leaves = self._flatten(params)
+        return tuple(leaves[self._indices[name][0]] for name in names)
 
     def put(self, params: Any, values: Mapping[str, jax.Array]) -> Any:
         leaves = self._flatten(params)
@@ -74,20 +81,35 @@ class TreeHolder:
 
 
 def check_leaf(spec: TensorSpec, leaf: Any) -> None:
-    """Raises UsageError unless `leaf` is an array of this shape and type."""
+    """Raises UsageError unless `leaf` is an array of this shape and type that can be read."""
     if isinstance(leaf, Tracer):
         raise UsageError(
             f"{spec.name!r} is being traced: `session.step` was called inside jit, grad or scan. "
             "Call it outside; `steps=n` counts several steps at once."
         )
-    found = (getattr(leaf, "shape", None), getattr(getattr(leaf, "dtype", None), "name", None))
-    if found != (spec.shape, spec.dtype):
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
         raise UsageError(
-            f"{spec.name!r} is {found[1]}{list(found[0] or ())}; the session was opened with "
+            f"{spec.name!r} is a {type(leaf).__name__}; the session was opened with "
+            f"{spec.dtype}{list(spec.shape)}. Pass an array."
+        )
+    if (tuple(shape), dtype.name) != (spec.shape, spec.dtype):
+        raise UsageError(
+            f"{spec.name!r} is {dtype.name}{list(shape)}; the session was opened with "
             f"{spec.dtype}{list(spec.shape)}. Parameters keep shape and type through a run."
         )
-    if leaf.is_deleted():
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise UsageError(
             f"{spec.name!r} was donated or deleted. Pass what the step returned, and keep what "
             "`session.step` returns."
         )
+
+
+def placed(value: np.ndarray, like: Any) -> jax.Array:
+    """A copy of `value` that compiles like `like`: placed where that is, committed if that is.
+
+    `like` may have been donated: it still says where it was.
+    """
+    if getattr(like, "committed", False):
+        return jax.device_put(value, like.sharding)
+    return jax.device_put(value)
