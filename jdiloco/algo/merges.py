@@ -181,10 +181,11 @@ def _count(name: str, value: Any) -> int:
     return count
 
 
-def to_json(merge: Merge) -> dict[str, Any]:
+def to_json(merge: Merge | Any) -> dict[str, Any]:
     """The merge as it stands in a manifest, e.g. `{"kind": "rda", "direct_pattern": "embed"}`."""
     check_merge(merge)
-    return {"kind": _kind(type(merge)), **dataclasses.asdict(merge)}  # pyright: ignore[reportArgumentType]
+    fields = {field.name: getattr(merge, field.name) for field in dataclasses.fields(type(merge))}
+    return {"kind": _kind(type(merge)), **fields}
 
 
 def from_json(value: Mapping[str, Any], *, known: Sequence[type] = ()) -> Merge:
@@ -217,8 +218,9 @@ def _kind(merge_type: type) -> str:
 
 def check_merge(merge: Any) -> None:
     """Raises `UsageError` unless `merge` is a frozen dataclass with `kernel` and no `__call__`."""
-    frozen = dataclasses.is_dataclass(merge) and not isinstance(merge, type)
-    if not (frozen and merge.__dataclass_params__.frozen and hasattr(merge, "kernel")):  # pyright: ignore
+    settings = getattr(merge, "__dataclass_params__", None)
+    frozen = settings is not None and settings.frozen and not isinstance(merge, type)
+    if not (frozen and hasattr(merge, "kernel")):
         raise UsageError(
             f"A merge is a frozen dataclass with a method `kernel`, got {merge!r}. Use `rda()`, "
             "`weighted_mean()`, or see `jdiloco.algo.merges` for one of your own."

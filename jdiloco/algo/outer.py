@@ -15,29 +15,24 @@ deltas of a round, stacked on a leading axis, and their weights, as the keyword 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from jdiloco.algo.checks import (
+    aligned,
+    as_weights,
+    check_floating,
+    check_number,
+    check_shapes,
+    check_stacked,
+)
 from jdiloco.algo.merges import Merge, Rda, Turnout, check_merge, merge_tree
-from jdiloco.algo.paths import is_held, leaf_names
 from jdiloco.errors import UsageError
-
-CHAIN = (
-    "optax.chain(merge_deltas(rda()), optax.clip_by_global_norm(1.0), "
-    "outer_nesterov(), fp32_master())"
-)
-"""How the parts go together; every error about a shape shows it."""
-
-_WAY_OUT = (
-    "Deltas have one leading axis for the contributions, the merge comes first, and what clips, "
-    f"wraps or masks goes after it: {CHAIN}"
-)
 
 _NO_PARAMS = (  # The sentence of optax, which does not export it, and what it means here.
     "You are using a transformation that requires the current value of parameters, but you are not "
@@ -85,15 +80,15 @@ def merge_deltas(merge: Merge | Any) -> optax.GradientTransformationExtraArgs:
     check_merge(merge)
 
     def init(params: Any) -> MergeDeltasState:
-        _check_floating(params, "parameter")
+        check_floating(params, "parameter")
         return MergeDeltasState(Turnout(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)))
 
     def update(
         deltas: Any, state: MergeDeltasState, params: Any = None, *, weights: Any, **extra: Any
     ) -> tuple[Any, MergeDeltasState]:
         del state, extra  # Part of the optax signature; a merge remembers nothing.
-        rows = _weights(weights)
-        _check_stacked(deltas, rows.shape[0], params)
+        rows = as_weights(weights)
+        check_stacked(deltas, rows.shape[0], params)
         merged, turnout = merge_tree(merge, deltas, rows)
         return merged, MergeDeltasState(turnout)
 
@@ -120,11 +115,11 @@ def outer_nesterov(
 
     Source: DiLoCo (arXiv 2311.08105).
     """
-    _check_number("outer_lr", outer_lr, upto=math.inf)
-    _check_number("outer_momentum", outer_momentum, upto=1.0)
+    check_number("outer_lr", outer_lr, upto=math.inf)
+    check_number("outer_momentum", outer_momentum, upto=1.0)
 
     def init(params: Any) -> OuterNesterovState:
-        _check_floating(params, "parameter")
+        check_floating(params, "parameter")
         return OuterNesterovState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params))
 
     def update(
@@ -133,8 +128,8 @@ def outer_nesterov(
         del params, extra  # Part of the optax signature; unused here.
         rate = outer_lr(state.round) if callable(outer_lr) else outer_lr
         deltas, treedef = jax.tree.flatten(merged)
-        momenta = _aligned(merged, state.momentum, "momentum")
-        _check_shapes(merged, momenta, "momentum")
+        momenta = aligned(merged, state.momentum, "momentum")
+        check_shapes(merged, momenta, "momentum")
         pairs = [
             _nesterov(delta, momentum, rate, outer_momentum)
             for delta, momentum in zip(deltas, momenta, strict=True)
@@ -166,7 +161,7 @@ def fp32_master() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: Any) -> Fp32MasterState:
-        _check_floating(params, "parameter")
+        check_floating(params, "parameter")
         return Fp32MasterState(jax.tree.map(_master_of, params))
 
     def update(
@@ -174,13 +169,13 @@ def fp32_master() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Fp32MasterState]:
         del extra  # Part of the optax signature; unused here.
         leaves, treedef = jax.tree.flatten(updates)
-        masters = _aligned(updates, state.master, "master copies")
+        masters = aligned(updates, state.master, "master copies")
         if params is None and any(master is not None for master in masters):
             raise UsageError(_NO_PARAMS)
         if params is None:
             return updates, state
-        params_flat = _aligned(updates, params, "parameters")
-        _check_shapes(updates, params_flat, "parameter")
+        params_flat = aligned(updates, params, "parameters")
+        check_shapes(updates, params_flat, "parameter")
         pairs = [
             (update, None) if master is None else _advance(update, param, master)
             for update, param, master in zip(leaves, params_flat, masters, strict=True)
@@ -216,11 +211,11 @@ def diloco_outer(
       `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on ("missing 1 required
       keyword-only argument: 'weights'"): call `state.tx.update(deltas, state.opt_state,
       state.params, weights=weights)`.
-    * What clips, wraps or masks goes after the merge, not around or before it; see `CHAIN`. Around
-      it `apply_if_finite` and `conditionally_transform` fail in JAX before we can speak ("cond
-      branches must have equal output types"), `lookahead` in optax ("unexpected keyword argument
-      'weights'"), and `masked` or a `partition` with `set_to_zero` leaves leaves stacked, silently.
-      Before it `clip_by_global_norm` clips all contributions together, silently.
+    * What clips, wraps or masks goes after the merge, not around or before it, as in the chain
+      above. Around it `apply_if_finite` and `conditionally_transform` fail in JAX before we can
+      speak ("cond branches must have equal output types"), `lookahead` in optax ("unexpected
+      keyword argument 'weights'"), and `masked` or a `partition` with `set_to_zero` leaves leaves
+      stacked, silently. Before it `clip_by_global_norm` clips all contributions together, silently.
     * Under `inject_hyperparams` with bf16 or fp16 parameters pass `hyperparam_dtype=jnp.float32`,
       or an `outer_lr` of 0.7 becomes 0.699.
     * Python integers from 2**31 on as arguments of your own `jit` are refused by JAX before we can
@@ -308,82 +303,3 @@ def _choose(held: Array, then: Array, otherwise: Any) -> Array:
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _weights(weights: Any) -> Array:
-    """`weights` as an fp32 vector; Python integers of any size are welcome."""
-    if isinstance(weights, (list, tuple)):
-        traced = any(isinstance(weight, jax.Array) for weight in weights)
-        weights = jnp.stack(weights) if traced else np.asarray(weights, np.float32)
-    if not hasattr(weights, "dtype") or jnp.ndim(weights) != 1 or weights.shape[0] == 0:
-        raise UsageError(
-            f"`weights` must hold one number for each contribution, at least one, got {weights!r}. "
-            "Use `contribution_weight` for each."
-        )
-    return jnp.asarray(weights).astype(jnp.float32)
-
-
-def _aligned(deltas: Any, tree: Any, what: str) -> list[Any]:
-    """The parts of `tree` at the leaves of `deltas`, in tree order."""
-    try:
-        return jax.tree.structure(deltas).flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        raise UsageError(
-            f"The deltas have another tree than the {what}: {_difference(deltas, tree)}. {_WAY_OUT}"
-        ) from error
-
-
-def _difference(deltas: Any, tree: Any) -> str:
-    """How two trees differ, in a few names."""
-    here, there = ({names[0] for names in leaf_names(each)} for each in (deltas, tree))
-    only = [
-        f"only in the {whose} {', '.join(map(repr, sorted(names)[:3]))}"
-        for whose, names in (("deltas", here - there), ("other", there - here))
-        if names
-    ]
-    containers = f"same names in other containers ({type(deltas).__name__} at the top)"
-    return "; ".join(only) or containers
-
-
-def _check_stacked(deltas: Any, rows: int, params: Any) -> None:
-    if isinstance(deltas, Iterator):
-        raise UsageError(f"The deltas are a tree of stacked arrays, not an iterator. {_WAY_OUT}")
-    _check_floating(deltas, "delta")
-    leaves = jax.tree.leaves(deltas)
-    like = leaves if params is None else _aligned(deltas, params, "parameters")
-    for i, (leaf, param) in enumerate(zip(leaves, like, strict=True)):
-        shape = jnp.shape(leaf)
-        wanted = (rows, *(shape[1:] if params is None else jnp.shape(param)))
-        if shape != wanted:
-            raise UsageError(
-                f"The delta of {leaf_names(deltas)[i][0]!r} has shape {shape}, wanted {wanted}, as "
-                f"there are {rows} weights. {_WAY_OUT}"
-            )
-
-
-def _check_shapes(tree: Any, like: Sequence[Any], what: str) -> None:
-    for i, (leaf, other) in enumerate(zip(jax.tree.leaves(tree), like, strict=True)):
-        if jnp.shape(leaf) != jnp.shape(other):
-            raise UsageError(
-                f"The merged delta of {leaf_names(tree)[i][0]!r} has shape {jnp.shape(leaf)}, its "
-                f"{what} has {jnp.shape(other)}. {_WAY_OUT}"
-            )
-
-
-def _check_floating(tree: Any, what: str) -> None:
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        try:
-            dtype = jnp.result_type(leaf)
-        except (TypeError, ValueError):
-            dtype = type(leaf).__name__
-        if not (isinstance(dtype, np.dtype) and is_held(dtype)):
-            raise UsageError(
-                f"The {what} {leaf_names(tree)[i][0]!r} is {dtype}, wanted float32, bfloat16, "
-                "float16 or float64. Take it out of the tree: only floating point is merged."
-            )
-
-
-def _check_number(name: str, value: Any, *, upto: float) -> None:
-    if isinstance(value, (int, float)) and not (0 <= value < upto):
-        limit = "" if upto == math.inf else f" and below {upto}"
-        raise UsageError(f"`{name}` must be at least 0{limit}, got {value}.")

@@ -17,7 +17,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from jdiloco.algo import diloco_outer, fp32_master, merge_deltas, outer_nesterov, rda
-from jdiloco.algo.outer import CHAIN
+from jdiloco.algo.checks import CHAIN
 from jdiloco.errors import UsageError
 from tests.algo.support import distance, fingerprint, random_rows
 
