@@ -1,0 +1,464 @@
+"""The protocol's properties, as functions over a simulated run.
+
+    found = broken(simulate(17))
+    assert not found, "\n".join(map(str, found))
+
+Each function is one numbered property and yields a sentence per violation. They look at what came
+to lie in the mailbox, in which order, and at what nodes did, never at what nodes believed. S6 has
+no function: it says that the others hold whatever clocks, listings and answers do, which is what
+the faults of a simulated run are for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jdiloco import events
+from jdiloco.protocol.keys import MANIFEST, ContributionKey, Keys, RecordKey
+from jdiloco.protocol.records import (
+    DROPS,
+    REJECTIONS,
+    Checkpoint,
+    Manifest,
+    Participant,
+    Payload,
+    RoundRecord,
+    seal,
+    sha256,
+    unseal,
+)
+from jdiloco.protocol.rules import Life
+from jdiloco.testing.simulate import values
+from jdiloco.testing.simulate.history import (
+    Deleted,
+    Entry,
+    Fate,
+    Happened,
+    Held,
+    History,
+    Snapped,
+    Stored,
+    Took,
+)
+from jdiloco.testing.simulate.scenario import NO_FAULTS, Scenario
+from jdiloco.testing.simulate.values import Delta
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A property that a run does not have."""
+
+    name: str  # S1 to S8, L1 to L3.
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Put:
+    """An object as it was first stored."""
+
+    index: int  # Of the entry.
+    at: float
+    data: bytes
+
+
+class Facts:
+    """A history, read once for all properties."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.puts: dict[str, Put] = {}
+        self.again: list[str] = []  # Keys that were stored a second time.
+        self.deleted: list[tuple[int, str]] = []
+        self.manifest: Manifest | None = None
+        self.records: dict[int, RoundRecord] = {}
+        self.record_puts: dict[int, Put] = {}
+        for index, entry in enumerate(history.entries):
+            if isinstance(entry, Stored):
+                self._put(index, entry)
+            elif isinstance(entry, Deleted):
+                self.deleted.append((index, entry.key))
+        if MANIFEST in self.puts:
+            self.manifest = unseal(MANIFEST, self.puts[MANIFEST].data, Manifest)
+            self._read_records(Keys(self.manifest.run))
+        self.keys = Keys(self.manifest.run if self.manifest else "none")
+
+    def _put(self, index: int, entry: Stored) -> None:
+        if entry.key in self.puts:
+            self.again.append(entry.key)
+        else:
+            self.puts[entry.key] = Put(index, entry.at, entry.data)
+
+    def _read_records(self, keys: Keys) -> None:
+        for name, put in self.puts.items():
+            if name.startswith(keys.log) and isinstance(key := keys.parse(name), RecordKey):
+                self.records[key.round] = unseal(name, put.data, RoundRecord)
+                self.record_puts[key.round] = put
+
+    @property
+    def in_order(self) -> list[RoundRecord]:
+        return [self.records[round] for round in sorted(self.records)]
+
+    def before(self, record: RoundRecord) -> RoundRecord | None:
+        """The record whose version `record` replaced, None for the initial one."""
+        earlier = [
+            other
+            for other in self.records.values()
+            if other.fragment == record.fragment and other.round < record.round and not other.void
+        ]
+        return max(earlier, key=lambda other: other.round, default=None)
+
+    def value(self, record: RoundRecord | None, fragment: int) -> str | None:
+        """What a record committed; None when it never was in the mailbox."""
+        if record is None:
+            assert self.manifest is not None
+            return values.initial(self.manifest.checkpoint.prefix, fragment)
+        put = self.puts.get(record.anchor.key) if record.anchor else None
+        return values.decode(put.data).value if put else None
+
+    def delta(self, record: RoundRecord, who: Participant) -> tuple[Put, Delta] | None:
+        """A contribution that a record names."""
+        key = ContributionKey(record.round, who.node, who.incarnation, who.final)
+        name = self.keys.contribution(key)
+        put = self.puts.get(name)
+        return None if put is None else (put, unseal(name, put.data, Delta))
+
+
+Violations = Iterator[str]
+
+
+def s1_one_record_per_round_in_one_chain(facts: Facts) -> Violations:
+    """S1: a round has at most one record, which stays; records close in order, linked by hash."""
+    contested = (facts.keys.incarnations(""), "manifest", "/log/")
+    for key in facts.again:
+        if _contested(facts, key, contested):
+            yield f"{key} was stored twice"
+    for _, key in facts.deleted:
+        if _contested(facts, key, contested):
+            yield f"{key} was deleted"
+    if facts.manifest is None:
+        return
+    digest = sha256(facts.puts[MANIFEST].data)
+    bases = [digest] * len(facts.manifest.plan)
+    versions = [0] * len(bases)
+    for expected, record in enumerate(facts.in_order):
+        if record.round != expected:
+            yield f"round {record.round} has a record, round {expected} has none"
+            return
+        index = record.round % len(bases)
+        versions[index] += not record.void
+        if record.previous != digest or record.base != bases[index]:
+            yield f"the record of round {record.round} does not continue the chain"
+        if record.fragment != index or list(record.versions) != versions:
+            yield f"the record of round {record.round} has versions {record.versions}"
+        digest = sha256(facts.record_puts[record.round].data)
+        if not record.void:
+            bases[index] = digest
+
+
+def _contested(facts: Facts, key: str, kinds: tuple[str, str, str]) -> bool:
+    nodes, manifest, log = kinds
+    if key == manifest or key.startswith(nodes.removesuffix(".")):
+        return True
+    parsed = facts.keys.parse(key) if log in key else None
+    return parsed is not None and type(parsed).__name__ in ("RecordKey", "ClaimKey")
+
+
+def s2_newest_versions_are_complete(facts: Facts) -> Violations:
+    """S2: the newest version of every fragment is in the mailbox at all times, whole."""
+    if facts.manifest is None:
+        return
+    present: dict[str, bytes] = {}
+    heads: dict[int, RoundRecord] = {}
+    newest, checkpoint = -1, facts.manifest.checkpoint
+    created = facts.puts[MANIFEST].index
+    for index, entry in enumerate(facts.history.entries):
+        if isinstance(entry, Stored):
+            present[entry.key] = entry.data
+            record = _record_of(facts, entry)
+            if record is None:
+                continue
+            newest, checkpoint = record.round, _newer(checkpoint, record.checkpoint)
+            if not record.void:
+                heads[record.fragment] = record
+        elif isinstance(entry, Deleted):
+            present.pop(entry.key, None)
+            if (round := _round_of(facts, entry.key)) is not None and round > newest:
+                yield f"{entry.key} was deleted before its round had a record"
+        else:
+            continue
+        if index >= created:
+            yield from _incomplete(facts, present, heads, checkpoint, entry)
+
+
+def _record_of(facts: Facts, entry: Stored) -> RoundRecord | None:
+    if not entry.key.startswith(facts.keys.log):
+        return None
+    key = facts.keys.parse(entry.key)
+    return facts.records[key.round] if isinstance(key, RecordKey) else None
+
+
+def _newer(held: Checkpoint, found: Checkpoint) -> Checkpoint:
+    return found if found.round > held.round else held
+
+
+def _round_of(facts: Facts, key: str) -> int | None:
+    """The round that an object belongs to."""
+    data = f"{facts.keys.run}/data/"
+    if key.startswith(data):
+        return int(key.removeprefix(data)[:10])
+    parsed = facts.keys.parse(key)
+    return parsed.round if isinstance(parsed, ContributionKey) else None
+
+
+def _incomplete(
+    facts: Facts,
+    present: dict[str, bytes],
+    heads: dict[int, RoundRecord],
+    checkpoint: Checkpoint,
+    entry: Entry,
+) -> Violations:
+    assert facts.manifest is not None
+    for fragment in range(len(facts.manifest.plan)):
+        head = heads.get(fragment)
+        payloads = (head.anchor, head.outer) if head else (None,)
+        if all(payload and _whole(present, payload.key, payload) for payload in payloads):
+            continue
+        file = checkpoint.files[fragment]
+        covered = checkpoint.versions[fragment] == (head.version if head else 0)
+        if not (covered and _whole(present, f"{checkpoint.prefix}/{file.key}", file)):
+            yield f"fragment {fragment} cannot be read after: {entry}"
+
+
+def _whole(present: dict[str, bytes], key: str, payload: Payload) -> bool:
+    data = present.get(key)
+    return data is not None and sha256(data) == payload.sha256
+
+
+def s3_nothing_is_merged_twice(facts: Facts) -> Violations:
+    """S3: a contribution is merged once, into the version it was subtracted from; a step too."""
+    merged: dict[tuple[Life, int], list[tuple[int, int]]] = collections.defaultdict(list)
+    for record in facts.in_order:
+        base = facts.before(record)
+        for who in record.participants:
+            found = facts.delta(record, who)
+            if found is None:
+                yield f"round {record.round} merged a contribution of {who.node} that never was"
+                continue
+            put, delta = found
+            if put.index > facts.record_puts[record.round].index:
+                yield f"round {record.round} merged a contribution that came later"
+            if delta.base != facts.value(base, record.fragment):
+                yield f"round {record.round} merged what {who.node} subtracted from something else"
+            spans = merged[Life(who.node, who.incarnation), record.fragment]
+            if any(delta.start < stop and start < delta.stop for start, stop in spans):
+                yield f"round {record.round} merged steps of {who.node} a second time"
+            spans.append((delta.start, delta.stop))
+
+
+def s4_records_can_be_recomputed(facts: Facts) -> Violations:
+    """S4: with what a record names by hash anybody gets the same bytes; recent inputs are kept."""
+    for record in facts.in_order:
+        if record.anchor is None:
+            continue
+        for who in record.participants:
+            found = facts.delta(record, who)
+            if found is None:
+                continue  # S3 says so.
+            put, delta = found
+            if who.sha256 != sha256(put.data) or who.weight != values.weight(delta.head):
+                yield f"round {record.round} names other bytes of {who.node} than it merged"
+        base = facts.value(facts.before(record), record.fragment)
+        inputs = [(who.sha256, who.weight) for who in record.participants]
+        final = all(who.final for who in record.participants)
+        if facts.value(record, record.fragment) != values.merged(str(base), inputs, final=final):
+            yield f"round {record.round} committed a value that its inputs do not give"
+    yield from _lost_inputs(facts)
+
+
+def _lost_inputs(facts: Facts) -> Violations:
+    for record in facts.in_order[-facts.history.scenario.rules.keep_rounds :]:
+        for who in record.participants:
+            key = ContributionKey(record.round, who.node, who.incarnation, who.final)
+            if facts.keys.contribution(key) not in facts.history.objects:
+                yield f"the contribution of {who.node} to round {record.round} is gone already"
+
+
+def s5_nodes_act_on_committed_records_alone(facts: Facts) -> Violations:
+    """S5: a node acts on a round only once its record is there, and on that record."""
+    newest: dict[str, int] = {}
+    for index, entry in enumerate(facts.history.entries):
+        if isinstance(entry, Took):
+            round = entry.record.round
+            if not _is_there(facts, index, round, entry.record):
+                yield f"{entry.who} acted on a record of round {round} that is not the one there"
+            if round != newest.get(entry.who, round - 1) + 1:
+                yield f"{entry.who} took round {round} after round {newest[entry.who]}"
+            newest[entry.who] = round
+        elif isinstance(entry, Held):
+            record = facts.records.get(entry.round)
+            there = entry.round < 0 or _is_there(facts, index, entry.round, record)
+            if not there or facts.value(record, entry.fragment) != entry.value:
+                yield f"{entry.who} holds a value of round {entry.round} that it did not commit"
+
+
+def _is_there(facts: Facts, index: int, round: int, record: RoundRecord | None) -> bool:
+    put = facts.record_puts.get(round)
+    if put is None or record is None or put.index > index:
+        return False
+    return put.data == seal(facts.keys.record(round), record)
+
+
+def s7_every_ledger_adds_up(facts: Facts) -> Violations:
+    """S7: of what a participant processed, records and events tell where it went."""
+    merged: collections.Counter[tuple[Life, int]] = collections.Counter()
+    dropped = _drops_before_snapshots(facts)
+    samples = {plan.node: plan.samples for plan in facts.history.scenario.nodes}
+    for record in facts.in_order:
+        for who in record.participants:
+            found = facts.delta(record, who)
+            if found is None:
+                continue
+            delta = found[1]
+            life, ledger = Life(who.node, who.incarnation), who.ledger
+            per_step = samples.get(who.node) or samples[who.node.rstrip("b")]
+            place = f"round {record.round}, {life}"
+            steps = delta.stop - delta.start
+            if (who.counters.steps, who.counters.samples) != (steps, steps * per_step):
+                yield f"{place}: counters are {who.counters}, {steps} steps were trained"
+            if ledger.processed != delta.stop * per_step:
+                yield f"{place}: the ledger has {ledger.processed}, trained were {delta.stop} steps"
+            if ledger.pending != who.counters.samples:
+                yield f"{place}: {ledger.pending} samples are pending, {who.counters} were sent"
+            if ledger.merged != merged[life, record.fragment]:
+                yield f"{place}: records before merged {merged[life, record.fragment]} samples"
+            key = ContributionKey(record.round, who.node, who.incarnation, who.final)
+            if ledger.dropped != dropped.get(key):
+                yield f"{place}: dropped {ledger.dropped}, events say {dropped.get(key)}"
+            if not ledger.dropped.keys() <= set(DROPS):
+                yield f"{place}: dropped for {ledger.dropped}"
+            merged[life, record.fragment] += who.counters.samples
+
+
+def _drops_before_snapshots(facts: Facts) -> dict[ContributionKey, dict[str, int]]:
+    """Per contribution: samples of its life and fragment that events said were dropped before."""
+    sums: dict[tuple[str, int], dict[str, int]] = collections.defaultdict(dict)
+    found = {}
+    fragments = facts.history.scenario.rules.fragments
+    for entry in facts.history.entries:
+        if isinstance(entry, Happened) and isinstance(entry.event, events.Dropped):
+            drop = entry.event
+            reasons = sums[entry.who, drop.fragment]
+            reasons[drop.reason] = reasons.get(drop.reason, 0) + drop.samples
+        elif isinstance(entry, Snapped):
+            found[entry.key] = dict(sums[entry.who, entry.key.round % fragments])
+    return found
+
+
+def s8_bad_contributions_are_rejected(facts: Facts) -> Violations:
+    """S8: what is not finite, empty or of another version is rejected with its reason."""
+    for record in facts.in_order:
+        base = facts.before(record)
+        version = base.version if base else 0
+        for who in record.participants:
+            found = facts.delta(record, who)
+            if found is None:
+                continue
+            head = found[1].head
+            if not found[1].finite or head.empty or head.version != version:
+                yield f"round {record.round} merged a bad contribution of {who.node}"
+        for who in record.rejected:
+            if who.reason not in REJECTIONS:
+                yield f"round {record.round} rejected {who.node} for {who.reason!r}"
+
+
+def l1_every_round_gets_a_record(facts: Facts) -> Violations:
+    """L1: whoever can go on does: all nodes end, and no contribution waits for ever.
+
+    L2 with it: once faults are over, a round that somebody reported to waits for no more than two
+    lease timeouts, a takeover and a round of the slowest.
+    """
+    history = facts.history
+    if not history.ended:
+        yield f"nodes were still waiting after {history.scenario.horizon} s"
+    limit, calm, end = _patience(history.scenario), _calm(history), _last_joined_life(history)
+    for round, at in sorted(_first_reports(facts).items()):
+        before = facts.record_puts.get(round - 1)
+        since = max(at, calm, before.at if before else 0.0)
+        put = facts.record_puts.get(round)
+        waited = min(put.at if put else end, end) - since
+        if waited > limit:
+            yield f"round {round} waited for {waited:.1f} s, the limit is {limit:.1f} s"
+
+
+def _patience(scenario: Scenario) -> float:
+    rules = scenario.rules
+    pace = max(plan.step_seconds for plan in scenario.nodes)
+    merge = max(plan.merge_seconds for plan in scenario.nodes)
+    training = 2 * pace * rules.sync_every / rules.fragments
+    takeover = 4 * (10 * scenario.poll_seconds + 3 * merge)
+    return 2 * rules.lease_seconds + training + takeover + 10 * scenario.latency_seconds
+
+
+def _calm(history: History) -> float:
+    """When nothing goes wrong any more."""
+    scenario = history.scenario
+    fates = [entry.at for entry in history.of(Fate) if entry.kind in ("killed", "started")]
+    store = [scenario.faults.until] if scenario.faults != NO_FAULTS else []
+    outages = [end for _, end in scenario.outages]
+    pauses = [at + seconds for plan in scenario.nodes for at, seconds in plan.pauses]
+    return max([0.0, *fates, *store, *outages, *pauses])
+
+
+def _last_joined_life(history: History) -> float:
+    """When the last node that had joined was done."""
+    joined = {entry.who for entry in history.of(Fate) if entry.kind == "joined"}
+    ends = [e.at for e in history.of(Fate) if e.kind in ("ended", "killed") and e.who in joined]
+    return max(ends, default=0.0)
+
+
+def _first_reports(facts: Facts) -> dict[int, float]:
+    """When each round got its first contribution."""
+    first: dict[int, float] = {}
+    for name, put in facts.puts.items():
+        key = facts.keys.parse(name) if name.startswith(facts.keys.log) else None
+        if isinstance(key, ContributionKey):
+            first.setdefault(key.round, put.at)
+    return first
+
+
+def l3_training_is_never_blocked_nor_ended_by_the_store(facts: Facts) -> Violations:
+    """L3: a node that has joined ends by itself, superseded or killed; and asks in moderation."""
+    joined: set[str] = set()
+    for entry in facts.history.of(Fate):
+        if entry.kind == "joined":
+            joined.add(entry.who)
+        bad = entry.kind == "ended" and entry.detail != "finished" and entry.who in joined
+        if bad and not entry.detail.startswith("NodeSuperseded"):
+            yield f"{entry.who} ended: {entry.detail}"
+    if facts.history.scenario.rules.overlap_steps is None:
+        for event in facts.history.events(events.Waiting):
+            yield f"{event.node} waited for round {event.round}"
+
+
+PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
+    "S1": s1_one_record_per_round_in_one_chain,
+    "S2": s2_newest_versions_are_complete,
+    "S3": s3_nothing_is_merged_twice,
+    "S4": s4_records_can_be_recomputed,
+    "S5": s5_nodes_act_on_committed_records_alone,
+    "S7": s7_every_ledger_adds_up,
+    "S8": s8_bad_contributions_are_rejected,
+    "L1": l1_every_round_gets_a_record,
+    "L3": l3_training_is_never_blocked_nor_ended_by_the_store,
+}
+
+
+def broken(history: History) -> tuple[Broken, ...]:
+    """Every violation of every property."""
+    facts = Facts(history)
+    return tuple(Broken(name, what) for name, check in PROPERTIES.items() for what in check(facts))

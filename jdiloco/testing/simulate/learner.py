@@ -1,0 +1,242 @@
+"""A learner on the virtual clock: `jdiloco.runtime.learner` with step numbers for arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jdiloco import events
+from jdiloco.errors import JDilocoError
+from jdiloco.protocol import learner as machine
+from jdiloco.protocol.keys import ContributionKey
+from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
+from jdiloco.protocol.records import ContributionHead
+from jdiloco.protocol.rules import Life
+from jdiloco.testing.simulate.closer import Asking
+from jdiloco.testing.simulate.control import Control, ToLearner
+from jdiloco.testing.simulate.history import Entry, Held, Snapped, Worked
+from jdiloco.testing.simulate.scenario import Plan, Scenario
+from jdiloco.testing.simulate.values import Delta, Values
+from jdiloco.testing.simulate.world import Process, Sleep, Take
+
+NEVER = 2**62
+WAIT_SECONDS = 0.1
+
+
+class Learner:
+    """The parameters of a fragment are its anchor and the range of steps trained since."""
+
+    def __init__(
+        self,
+        process: Process,
+        control: Control,
+        scenario: Scenario,
+        plan: Plan,
+        *,
+        run: str,
+        life: Life,
+        held: list[Values],
+        rounds: list[int],
+        write: Callable[[Entry], None],
+    ) -> None:
+        self._process = process
+        self._control = control
+        self._scenario = scenario
+        self._plan = plan
+        self._run = run
+        self._write = write
+        self._anchors = held
+        self._first = [0] * len(held)  # Steps up to here are not in the parameters any more.
+        self._finite = [True] * len(held)
+        self._steps = self._due = 0
+        self._heard_at = process.now
+        self._asleep = 0.0
+        chain = control.state.chain
+        versions = tuple(value.version for value in held)
+        self.state = machine.joined(life, scenario.rules, read=chain.read, versions=versions)
+        for index, round in enumerate(rounds):
+            self._note(index, round)
+
+    def _note(self, index: int, round: int) -> None:
+        value = self._anchors[index]
+        now = self._process.world.now
+        self._write(Held(now, self._process.name, index, value.version, value.value, round))
+
+    @property
+    def steps(self) -> int:
+        return self.state.steps + self._steps
+
+    # Training
+
+    def train(self) -> Asking:
+        """Every step of the plan, and what comes between two steps."""
+        plan, world = self._plan, self._process.world
+        self._plan_next()
+        self._tell("training")
+        self._control.wake()
+        began = self._process.now
+        hangs = dict(plan.hangs)
+        for step in range(plan.steps):
+            took = yield Sleep(plan.step_seconds)
+            hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
+            self._asleep += took - plan.step_seconds + hung
+            if step in plan.nan_steps:
+                self._finite = [False] * len(self._finite)
+            yield from self._step()
+        seconds = self._process.now - began
+        account = (plan.steps, seconds, self._asleep, plan.step_seconds)
+        self._write(Worked(world.now, self._process.name, *account))
+
+    def _step(self) -> Asking:
+        self._steps += 1
+        if self._steps < self._due and not self._control.to_learner.items:
+            self._tell("training")
+            return
+        self._take(self._control.to_learner.take())
+        self._settle()
+        self.state, effects = machine.trained(self.state, steps=0, samples=0, last_call=1)
+        self._perform(effects, {})
+        while (round := machine.waiting_for(self.state)) is not None:
+            yield from self._wait(round)
+        self._plan_next()
+        self._tell("training")
+
+    def _wait(self, round: int) -> Asking:
+        self._control.emit(events.Waiting(node=self.state.life.node, round=round))
+        self._tell("waiting")
+        began = self._process.now
+        while machine.waiting_for(self.state) is not None:
+            self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
+        self._asleep += self._process.now - began
+
+    def _plan_next(self) -> None:
+        due = machine.steps_to_due(self.state)
+        self._due = NEVER if due is None else due
+
+    def _tell(self, phase: str) -> None:
+        self._control.progress = (phase, self.steps, self.state.next_round)
+
+    def _settle(self) -> None:
+        if self._steps:
+            samples = self._steps * self._plan.samples
+            self.state = machine.counted(self.state, steps=self._steps, samples=samples)
+            self._steps = 0
+
+    # Messages
+
+    def _take(self, items: list[ToLearner]) -> None:
+        if items:
+            self._settle()
+        commits = [item for item in items if isinstance(item, tuple) and item[1] is not None]
+        newest = {record.fragment: record.round for record, _ in commits}
+        for item in items:
+            if isinstance(item, JDilocoError):
+                raise item
+            if isinstance(item, int):
+                self.state, _ = machine.follow(self.state, item)
+            elif isinstance(item, tuple):
+                record, value = item
+                self._heard_at = self._process.now
+                chosen = value if newest.get(record.fragment) == record.round else None
+                news = News.of(record, self.state.life)
+                self.state, effects = machine.committed(self.state, news, values=chosen is not None)
+                self._perform(effects, {} if chosen is None else {record.fragment: chosen})
+
+    def _perform(self, effects: tuple[machine.Effect, ...], values: dict[int, Values]) -> None:
+        for effect in effects:
+            match effect:
+                case Snapshot():
+                    self._publish(effect)
+                case Align(round, fragment):
+                    self._anchors[fragment] = values[fragment]
+                    self._restart(fragment)
+                    self._note(fragment, round)
+                case Revert(_, fragment):
+                    self._restart(fragment)
+                case Drop():
+                    self._drop(effect)
+
+    def _restart(self, fragment: int) -> None:
+        self._first[fragment] = self.state.steps
+        self._finite[fragment] = True
+
+    def _drop(self, drop: Drop) -> None:
+        self._control.emit(
+            events.Dropped(
+                node=self.state.life.node,
+                round=drop.round,
+                fragment=drop.fragment,
+                reason=drop.reason,
+                steps=drop.counters.steps,
+                samples=drop.counters.samples,
+            )
+        )
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        life, index = self.state.life, snapshot.fragment
+        head = ContributionHead(
+            run=self._run,
+            round=snapshot.round,
+            fragment=index,
+            version=snapshot.version,
+            node=life.node,
+            incarnation=life.incarnation,
+            counters=snapshot.counters,
+            ledger=snapshot.ledger,
+            step_seconds=self._plan.step_seconds,
+            final=snapshot.final,
+            empty=snapshot.empty,
+        )
+        base = self._anchors[index].value
+        stop = self.state.steps
+        delta = Delta(head, base, self._first[index], stop, self._finite[index])
+        key = ContributionKey(snapshot.round, life.node, life.incarnation, snapshot.final)
+        self._write(Snapped(self._process.world.now, self._process.name, key))
+        self._control.contribute(delta)
+
+    # Leaving
+
+    def finish(self) -> Asking:
+        """Waits for what is in flight, and gives up after a while without a commit."""
+        rules = self._scenario.rules
+        patience = rules.lease_seconds + 10 * self._scenario.poll_seconds + rules.beat_seconds
+        self._take(self._control.to_learner.take())
+        self._settle()
+        self.state, effects = machine.finish(self.state, flush=self._scenario.flush)
+        self._perform(effects, {})
+        self._tell("finished")
+        self._control.wake()
+        self._heard_at = self._process.now
+        while self._has_to_stay() and self._process.now < self._heard_at + patience:
+            self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
+            self._tell("finished")
+
+    def _has_to_stay(self) -> bool:
+        if not machine.done(self.state):
+            return True
+        if not self._plan.leave_with_run:
+            return False
+        member = self._control.state
+        others = [life for life in member.verdict.expected if life != member.me]
+        unread = [key for key in member.contributions if key.round > self.state.read]
+        if others:
+            self._heard_at = self._process.now
+        return bool(others or unread)
+
+    def leave(self, because: str) -> None:
+        """Drops what will never be published, and says where every sample went."""
+        self._settle()
+        self.state, effects = machine.leave(self.state)
+        self._perform(effects, {})
+        ledgers = [held.ledger for held in self.state.fragments]
+        count = len(ledgers)
+        self._control.emit(
+            events.Left(
+                node=self.state.life.node,
+                because=because,
+                steps=self.state.steps,
+                processed=sum(ledger.processed for ledger in ledgers) / count,
+                merged=sum(ledger.merged for ledger in ledgers) / count,
+                dropped=sum(sum(ledger.dropped.values()) for ledger in ledgers) / count,
+                pending=sum(ledger.pending for ledger in ledgers) / count,
+            )
+        )

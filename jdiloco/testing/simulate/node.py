@@ -1,0 +1,240 @@
+"""A node's life on the virtual clock: it joins, trains, leaves, and may be killed at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jdiloco import events
+from jdiloco.errors import FormatError, JDilocoError, StoreUnavailable
+from jdiloco.protocol import joining
+from jdiloco.protocol.joining import Steps
+from jdiloco.protocol.keys import MANIFEST, Keys
+from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
+from jdiloco.testing.simulate import values
+from jdiloco.testing.simulate.closer import Asking, read_value, write_checkpoint
+from jdiloco.testing.simulate.control import Control
+from jdiloco.testing.simulate.history import Entry, Fate
+from jdiloco.testing.simulate.learner import Learner
+from jdiloco.testing.simulate.mailbox import Mailbox
+from jdiloco.testing.simulate.scenario import Death, Plan, Scenario
+from jdiloco.testing.simulate.values import Values
+from jdiloco.testing.simulate.world import Process, Sleep, Slot, Take, World
+
+TRIES = 8
+FIRST_WAIT = 0.1
+LONGEST_WAIT = 5.0
+LEAVE_SECONDS = 2.0
+
+
+class Node(Process):
+    """One start of a node."""
+
+    def __init__(
+        self,
+        world: World,
+        mailbox: Mailbox,
+        scenario: Scenario,
+        plan: Plan,
+        *,
+        start: int,
+        death: Death | None,
+        write: Callable[[Entry], None],
+        ended: Callable[[Node, bool], None],
+    ) -> None:
+        super().__init__(world, f"{plan.node}#{start}", plan.clock)
+        self.plan = plan
+        self._mailbox = mailbox
+        self._scenario = scenario
+        self._death = death
+        self._write = write
+        self._ended = ended
+        self.killed = False
+        self._skip = death.skip if death else 0
+        self._saved = Slot()
+
+    # What befalls it
+
+    def start(self) -> None:
+        self.fate("started")
+        if self._death is not None and self._death.at is not None:
+            self.world.after(self._death.at - self.world.now, self.kill)
+        self.run(self._live())
+
+    def fate(self, kind: str, detail: str = "") -> None:
+        self._write(Fate(self.world.now, self.name, kind, detail))
+
+    def kill(self) -> None:
+        if self.alive:
+            self.killed = True
+            self.fate("killed")
+            self.die()
+            self._ended(self, False)
+
+    def about_to_create(self, key: str) -> bool:
+        """Whether it dies before it can."""
+        death = self._death
+        if death is None or not death.before or death.before not in key:
+            return False
+        self._skip -= 1
+        if self._skip >= 0:
+            return False
+        self.kill()
+        return True
+
+    def fall_asleep(self, seconds: float) -> None:
+        if self.alive:
+            self.fate("paused", f"for {seconds:.1f} s")
+            self.pause(seconds)
+
+    # What it does
+
+    def _live(self) -> Asking:
+        try:
+            control, learner = yield from self._join()
+        except (JDilocoError, StoreUnavailable) as error:
+            self._end(f"{type(error).__name__}: {error}", joined=False)
+            return
+        because = "finished"
+        try:
+            yield from learner.train()
+            yield from learner.finish()
+        except JDilocoError as error:
+            because = f"{type(error).__name__}: {error}"
+        learner.leave("finished" if because == "finished" else "failed")
+        yield from control.leave(LEAVE_SECONDS)
+        self._end(because, joined=True)
+
+    def _end(self, because: str, *, joined: bool) -> None:
+        self.fate("ended", because)
+        self.die()
+        self._ended(self, joined)
+
+    def _join(self) -> Asking:
+        rules, name = self._scenario.rules, self.name.replace("#", "x")
+        waiting = joining.Waiting(
+            self._scenario.poll_seconds, rules.beat_seconds, rules.lease_seconds
+        )
+        creator = joining.Creator(self.plan.node, name.replace("-", ""), f"run{name}")
+        found = joining.find_or_create(creator, waiting, self._describe(creator))
+        data, created = yield from self._perform(found)
+        manifest = unseal(MANIFEST, data, Manifest)
+        person = joining.Person(self.plan.node, "host", 1, "simulated", name)
+        keys = Keys(manifest.run)
+        life = yield from self._perform(joining.take_up_life(keys, person, waiting))
+        chain, held = yield from self._newest(manifest, data)
+        control = Control(
+            self,
+            self._mailbox,
+            self._scenario,
+            self.plan,
+            life=life,
+            chain=chain,
+            write=self._write,
+        )
+        if created:
+            control.emit(events.RunCreated(node=life.node, run=manifest.run))
+        learner = Learner(
+            self,
+            control,
+            self._scenario,
+            self.plan,
+            run=manifest.run,
+            life=life,
+            held=held,
+            rounds=list(chain.heads),
+            write=self._write,
+        )
+        yield Sleep(self.plan.compile_seconds)
+        self.fate("joined", f"as {life} at round {chain.round}")
+        return control, learner
+
+    def _describe(self, creator: joining.Creator) -> Callable[[Checkpoint], Manifest]:
+        def describe(checkpoint: Checkpoint) -> Manifest:
+            return Manifest(
+                format=FORMAT,
+                run=creator.run,
+                algorithm={},
+                tensors=(),
+                plan=tuple((f"w{i}",) for i in range(self._scenario.rules.fragments)),
+                checkpoint=checkpoint,
+                closer=self.plan.node,
+                write_id=creator.name,
+            )
+
+        return describe
+
+    def _newest(self, manifest: Manifest, data: bytes) -> Asking:
+        chain = yield from self._perform(joining.read_chain(manifest, data))
+        while True:
+            try:
+                held = []
+                for index, record in enumerate(chain.records):
+                    task = read_value(self._mailbox, index, record, chain.checkpoint)
+                    held.append((yield from task))
+                return chain, held
+            except FormatError:
+                newer = yield from self._perform(joining.read_chain(manifest, data))
+                if newer.read == chain.read:
+                    raise
+                chain = newer
+
+    # Performing what joining asks for
+
+    def _perform(self, steps: Steps) -> Asking:
+        answer: Any = None
+        failure: StoreUnavailable | None = None
+        while True:
+            try:
+                request = steps.throw(failure) if failure else steps.send(answer)
+            except StopIteration as done:
+                return done.value
+            failure = None
+            try:
+                answer = yield from self._patiently(request)
+            except StoreUnavailable as error:
+                failure = error
+
+    def _patiently(self, request: joining.Request) -> Asking:
+        wait = FIRST_WAIT
+        for left in reversed(range(TRIES)):
+            try:
+                return (yield from self._ask(request))
+            except StoreUnavailable:
+                if isinstance(request, joining.Create):
+                    return False
+                if not left or isinstance(request, joining.Saved):
+                    raise  # What was being saved has failed for good.
+            yield Sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+        raise AssertionError("unreachable")
+
+    def _ask(self, request: joining.Request) -> Asking:
+        match request:
+            case joining.List(prefix, after):
+                return (yield self._mailbox.list(prefix, after))
+            case joining.Get(key):
+                return (yield self._mailbox.get(key))
+            case joining.Create(key, data):
+                return (yield self._mailbox.create(key, data))
+            case joining.Delete(keys):
+                return (yield self._mailbox.delete(keys))
+            case joining.Sleep(seconds):
+                return (yield Sleep(seconds))
+            case joining.SaveInitial(prefix):
+                self.run(self._save_initial(prefix))
+                return None
+            case joining.Saved(seconds):
+                found = yield Take(self._saved, seconds)
+                if found and isinstance(found[0], Exception):
+                    raise found[0]
+                return found[0] if found else None
+        raise AssertionError(f"unreachable: {request}")
+
+    def _save_initial(self, prefix: str) -> Asking:
+        count = self._scenario.rules.fragments
+        state = [Values(i, 0, values.initial(prefix, i)) for i in range(count)]
+        try:
+            self._saved.put((yield from write_checkpoint(self._mailbox, prefix, state, -1)))
+        except StoreUnavailable as error:
+            self._saved.put(error)

@@ -1,0 +1,156 @@
+"""What happens in a simulated run beside what the protocol decides: who, how fast, which faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from jdiloco.protocol.rules import Rules
+
+POLL_SECONDS = 0.5
+HOUR = 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Death:
+    """A process is killed at a time, or just before it sends a request that creates `before`."""
+
+    at: float | None = None
+    before: str = ""  # Part of a key.
+    skip: int = 0  # So many such requests are sent first.
+    back_after: float | None = None  # Seconds until it is started again; None: never.
+    same_id: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One node: its work and its misfortunes."""
+
+    node: str
+    steps: int = 40
+    step_seconds: float = 0.5
+    samples: int = 8  # Per step.
+    starts: float = 0.0
+    compile_seconds: float = 0.0
+    clock: float = 0.0  # What its own clock shows when the world's shows zero.
+    can_close: bool = True
+    leave_with_run: bool = False
+    merge_seconds: float = 0.0
+    nan_steps: tuple[int, ...] = ()  # After these its parameters are not finite.
+    hangs: tuple[tuple[int, float], ...] = ()  # After a step its learner hangs for some seconds.
+    pauses: tuple[tuple[float, float], ...] = ()  # The whole process sleeps: from, for seconds.
+    deaths: tuple[Death, ...] = ()  # One per life, in order.
+    again: tuple[float, ...] = ()  # Its id is started once more, whoever still runs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Probabilities per request; every one leaves the protocol's promises as they are."""
+
+    fail: float = 0.0  # It never arrives.
+    lose: float = 0.0  # It is carried out and the answer lost.
+    late: float = 0.0  # No answer; it is carried out seconds later, whoever is still alive.
+    taken: float = 0.0  # A create is refused, though nothing is there.
+    stale: float = 0.0  # A listing shows the mailbox as it was seconds ago.
+    late_seconds: float = 15.0
+    stale_seconds: float = 3.0
+    until: float = float("inf")  # From then on the store is as good as it gets.
+
+
+NO_FAULTS = Faults()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A whole run."""
+
+    rules: Rules
+    nodes: tuple[Plan, ...]
+    seed: int = 0
+    flush: bool = False
+    poll_seconds: float = POLL_SECONDS
+    latency_seconds: float = 0.02  # The mean, each way.
+    timeout_seconds: float = 1.0  # After so long a request without an answer is given up.
+    faults: Faults = NO_FAULTS
+    outages: tuple[tuple[float, float], ...] = ()  # The store does not answer: from, to.
+    horizon: float = 600.0  # When the simulation is cut off.
+
+
+def scenario(*nodes: Plan, **settings) -> Scenario:
+    """A run with rules that make it short; `settings` are fields of Rules or of Scenario."""
+    fields = {field.name for field in dataclasses.fields(Rules)}
+    rules: dict = {
+        "sync_every": 8,
+        "fragments": 2,
+        "in_flight": 2,
+        "beat_seconds": 2.0,
+        "lease_seconds": 6.0,
+        "checkpoint_every": 3,
+    }
+    rules |= {name: value for name, value in settings.items() if name in fields}
+    others = {name: value for name, value in settings.items() if name not in fields}
+    return Scenario(rules=Rules(**rules), nodes=nodes, **others)
+
+
+def draw(seed: int) -> Scenario:
+    """A run with whatever can go wrong, all of it drawn from one number."""
+    rng = random.Random(seed)
+    fragments = rng.choice((1, 2, 2, 3))
+    count = rng.choice((1, 2, 3, 3, 4))
+    calm = rng.choice((20.0, 35.0))
+    settings = {
+        "sync_every": rng.choice((4, 6, 9)),
+        "fragments": fragments,
+        "in_flight": rng.randint(1, fragments),
+        "overlap_steps": rng.choice((None, None, None, 0, 2)),
+        "follow": rng.choice((None, None, 0, 1)),
+        "quorum_size": rng.randint(1, count),
+        "grace_seconds": rng.choice((None, 0.0, 1.0)),
+        "round_seconds": rng.choice((None, None, 10.0)),
+        "keep_rounds": rng.choice((1, 2)),
+        "checkpoint_every": rng.choice((1, 2, 4)),
+    }
+    odds = rng.choice((0.0, 0.02, 0.06))
+    return scenario(
+        *(_draw_node(rng, index, calm) for index in range(count)),
+        **settings,
+        seed=seed,
+        flush=rng.random() < 0.5,
+        faults=Faults(fail=odds, lose=odds, late=odds, taken=odds, stale=3 * odds, until=calm),
+        outages=((rng.uniform(8, 12), rng.uniform(12, 22)),) if rng.random() < 0.3 else (),
+        latency_seconds=rng.choice((0.01, 0.03, 0.1)),
+        horizon=400.0,
+    )
+
+
+def _draw_node(rng: random.Random, index: int, calm: float) -> Plan:
+    def sometimes(probability: float, value: tuple) -> tuple:
+        return value if rng.random() < probability else ()
+
+    pace = rng.choice((0.25, 0.4, 0.4, 0.9))
+    twin = rng.uniform(8, calm) if rng.random() < 0.15 else None
+    if twin is not None:
+        return Plan(
+            node=f"n{index}",
+            steps=int(30 / pace),
+            step_seconds=pace,
+            pauses=((twin - rng.uniform(0, 6), rng.uniform(5, 15)),),
+            again=(twin,),
+        )
+    steps = int(rng.uniform(12, 40) / pace)
+    back_after = rng.choice((0.5, 4.0, 10.0, None)) if index else 3.0
+    death = Death(at=rng.uniform(2, calm), back_after=back_after, same_id=rng.random() < 0.6)
+    return Plan(
+        node=f"n{index}",
+        steps=steps,
+        step_seconds=pace,
+        starts=rng.choice((0.0, 0.0, rng.uniform(0, 20))),
+        compile_seconds=rng.choice((0.0, 2.0)),
+        clock=rng.uniform(-HOUR, HOUR) + 2 * HOUR,
+        leave_with_run=rng.random() < 0.3,
+        merge_seconds=rng.choice((0.0, 0.1, 1.0)),
+        nan_steps=sometimes(0.2, (rng.randrange(steps),)),
+        hangs=sometimes(0.15, ((rng.randrange(steps), rng.uniform(5, 15)),)),
+        pauses=sometimes(0.25, ((rng.uniform(3, calm), rng.uniform(1, 20)),)),
+        deaths=sometimes(0.4, (death,)),
+    )
