@@ -25,18 +25,31 @@ class Lease:
     step_seconds: float | None = None  # Its usual step, as seen from here.
 
     def seen(self, beat: BeatKey | None, elapsed: float) -> Lease:
-        """One listing later, which shows `beat`."""
-        if beat is None or beat == self.beat:
+        """One listing later, which shows `beat`. An older one than is known is no sign of life."""
+        if beat is None or (self.beat is not None and beat.beat <= self.beat.beat):
             return dataclasses.replace(
                 self, unchanged=self.unchanged + elapsed, still=self.still + elapsed
             )
-        still = self.still + elapsed
+        waited = self.beat is not None and self.beat.phase == "waiting"
+        still = elapsed if waited else self.still + elapsed
         trained = beat.step - (self.beat.step if self.beat else beat.step)
         if trained <= 0:
             return dataclasses.replace(self, beat=beat, unchanged=0.0, still=still)
+        if not self._in_stride(beat):
+            return Lease(beat, step_seconds=self.step_seconds)
         pace = still / trained
         usual = pace if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * pace
         return Lease(beat, step_seconds=usual)
+
+    def _in_stride(self, beat: BeatKey) -> bool:
+        """Whether the time since the beat before was training alone.
+
+        The first steps compile, and a step after a commit may have waited for it; three times such
+        a step would be a long time to wait for a learner that hangs.
+        """
+        before = self.beat
+        trains = before is not None and before.phase == "training" and before.step > 0
+        return trains and beat.phase == "training"
 
     def live(self, rules: Rules) -> bool:
         """Neither left nor silent for a lease timeout."""
