@@ -125,15 +125,16 @@ class Closer:
         self._made[request.round] = made
         return *payloads, 1.0
 
-    def took(self, record: RoundRecord, *, own: bool) -> Values | None:
-        """A record has been read; returns the value when this node made it."""
+    def take_value(self, round: int) -> Values | None:
+        """What this node's own attempt made, handed over once."""
+        return self._made.pop(round, None)
+
+    def took(self, record: RoundRecord, made: Values | None) -> None:
+        """A record has been read; `made` is what it committed when it is this node's own."""
         for key in [key for key in self._measured if key.round <= record.round]:
             del self._measured[key]
-        made = self._made.pop(record.round, None)
-        if not own or made is None:
-            return None
-        self._held[record.fragment] = (record.round, made)
-        return made
+        if made is not None:
+            self._held[record.fragment] = (record.round, made)
 
     def snapshot(self, request: fx.Save, checkpoint: Checkpoint) -> Asking:
         """Every fragment's value, for a checkpoint."""

@@ -20,7 +20,7 @@ from jdiloco.testing.simulate.closer import (
     Asking,
     Closer,
     create_owned,
-    decoded,
+    read_value,
     write_checkpoint,
 )
 from jdiloco.testing.simulate.history import Entry, Happened, Took
@@ -278,11 +278,12 @@ class Control:
     def _took(self, effect: fx.Took) -> None:
         world = self._process.world
         self._write(Took(world.now, self._process.name, effect.record, effect.own))
+        made = self._closer.take_value(effect.record.round)
+        if made is not None and effect.own:
+            self._ready[effect.record.round] = made
 
         def job() -> Asking:
-            made = self._closer.took(effect.record, own=effect.own)
-            if made is not None:
-                self._ready[effect.record.round] = made
+            self._closer.took(effect.record, made if effect.own else None)
             yield from ()
 
         self._close.submit(job())
@@ -291,14 +292,13 @@ class Control:
 
     def _deliver_one(self, effect: fx.Deliver) -> None:
         record = effect.record
+        made_here = self._ready.pop(record.round, None)
 
         def job() -> Asking:
-            value = self._ready.pop(record.round, None)
-            ok = True
+            value, ok = made_here, True
             try:
-                if effect.values and value is None and record.anchor is not None:
-                    data = yield self._mailbox.get(record.anchor.key)
-                    value = None if data is None else decoded(data, record.anchor)
+                if effect.values and value is None:
+                    value = yield from self._committed(record)
             except (StoreUnavailable, FormatError):
                 ok = False
             if ok:
@@ -306,6 +306,16 @@ class Control:
             self._answer(lambda now: fx.Delivered(now, record.round, ok))
 
         self._deliver.submit(job())
+
+    def _committed(self, record: RoundRecord) -> Asking:
+        """What a record committed; None when it is gone because a newer version replaced it."""
+        chain = self.state.chain
+        try:
+            return (yield from read_value(self._mailbox, record.fragment, record, chain.checkpoint))
+        except FormatError:
+            if self.state.chain.records[record.fragment] != record:
+                return None
+            raise
 
     def _follow(self, effect: fx.Follow) -> None:
         self.to_learner.put(effect.round)

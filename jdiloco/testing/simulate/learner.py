@@ -203,24 +203,24 @@ class Learner:
         self._settle()
         self.state, effects = machine.finish(self.state, flush=self._scenario.flush)
         self._perform(effects, {})
-        self._tell("finished")
-        self._control.wake()
         self._heard_at = self._process.now
         while self._has_to_stay() and self._process.now < self._heard_at + patience:
             self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
-            self._tell("finished")
 
     def _has_to_stay(self) -> bool:
         if not machine.done(self.state):
             return True
+        self._tell("finished")
+        self._control.wake()
         if not self._plan.leave_with_run:
             return False
         member = self._control.state
         others = [life for life in member.verdict.expected if life != member.me]
-        unread = [key for key in member.contributions if key.round > self.state.read]
         if others:
             self._heard_at = self._process.now
-        return bool(others or unread)
+        open_rounds = [key.round for key in member.contributions]
+        newest = max(member.records_to, member.chain.read, *open_rounds)
+        return bool(others) or newest > self.state.read
 
     def leave(self, because: str) -> None:
         """Drops what will never be published, and says where every sample went."""
