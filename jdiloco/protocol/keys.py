@@ -79,15 +79,16 @@ class BeatKey:
 
 LogKey = RecordKey | ClaimKey | ContributionKey | BeatKey
 
+_NODE = rf"(?P<node>{NODE_ID.pattern})"
 _LOG = re.compile(
-    r"\d{7}/(?P<round>\d{10})\.(?:(?P<record>0)|1\.(?P<claim>\d{3,})"
-    r"|2\.(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})(?P<final>\.f)?)"
+    r"[0-9]{7}/(?P<round>[0-9]{10})\.(?:(?P<record>0)|1\.(?P<claim>[0-9]{3,18})"
+    rf"|2\.{_NODE}\.(?P<inc>[0-9]{{4,18}})(?P<final>\.f)?)"
 )
 _BEAT = re.compile(
-    r"live/(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})\.(?P<beat>\d{8,})"
-    rf"\.(?P<phase>{'|'.join(PHASES)})\.(?P<step>\d+)\.(?P<next>\d+)"
+    rf"live/{_NODE}\.(?P<inc>[0-9]{{4,18}})\.(?P<beat>[0-9]{{8,18}})"
+    rf"\.(?P<phase>{'|'.join(PHASES)})\.(?P<step>[0-9]{{1,18}})\.(?P<next>[0-9]{{1,18}})"
 )
-_INCARNATION = re.compile(r"(?P<node>[a-z0-9-]{1,40})\.(?P<inc>\d{4,})")
+_INCARNATION = re.compile(rf"{_NODE}\.(?P<inc>[0-9]{{4,18}})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,11 +138,32 @@ class Keys:
     def parse_incarnation(self, key: str) -> tuple[str, int] | None:
         """Node and number of an incarnation's key, or None for anything else."""
         match = _INCARNATION.fullmatch(key.removeprefix(f"{self.run}/node/"))
-        return (match["node"], int(match["inc"])) if match else None
+        if match is None or self.incarnation(match["node"], int(match["inc"])) != key:
+            return None
+        return match["node"], int(match["inc"])
+
+    def spell(self, key: LogKey) -> str:
+        """The one name of what `key` says."""
+        match key:
+            case RecordKey(round):
+                return self.record(round)
+            case ClaimKey():
+                return self.claim(key)
+            case ContributionKey():
+                return self.contribution(key)
+            case BeatKey():
+                return self.beat(key)
 
     def parse(self, key: str) -> LogKey | None:
-        """Reads a key below `log`; None for one that nobody of us wrote."""
-        rest = key.removeprefix(self.log)
+        """Reads a key below `log`; None for one that nobody of us wrote.
+
+        Every key has one spelling: what would be spelled otherwise is nothing of ours, or two
+        objects would stand for one thing.
+        """
+        found = self._read(key.removeprefix(self.log))
+        return found if found is not None and self.spell(found) == key else None
+
+    def _read(self, rest: str) -> LogKey | None:
         if match := _BEAT.fullmatch(rest):
             return BeatKey(
                 node=match["node"],
