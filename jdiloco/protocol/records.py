@@ -205,6 +205,12 @@ class RoundRecord(msgspec.Struct, frozen=True):
         return self.anchor is None
 
 
+class _Formatted(msgspec.Struct):
+    """What every format keeps, so that an older build can name a newer one."""
+
+    format: int = FORMAT
+
+
 Sealed = TypeVar("Sealed", bound=msgspec.Struct)
 
 
@@ -224,17 +230,16 @@ def unseal(key: str, data: bytes, kind: type[Sealed]) -> Sealed:
     Raises FormatError for bytes that are damaged, were written under another key, or by a format
     that this build does not read.
     """
-    body, _, end = data.removesuffix(b"\n").rpartition(b"\n")
-    if end != _digest(key, body):
+    body = data[: -len(_digest(key, b"")) - 2]
+    if data != body + b"\n" + _digest(key, body) + b"\n":
         raise FormatError(f"{key!r} holds {len(data)} bytes that do not match their digest.")
     try:
-        value = msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
+        found = msgspec.json.decode(body, type=_Formatted).format
+        if found != FORMAT:
+            raise FormatError(f"{key!r} was written in format {found}; this build reads {FORMAT}.")
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
         raise FormatError(f"{key!r} is no {kind.__name__} of format {FORMAT}: {error}.") from None
-    found = getattr(value, "format", FORMAT)
-    if found != FORMAT:
-        raise FormatError(f"{key!r} was written in format {found}; this build reads {FORMAT}.")
-    return value
 
 
 def sha256(data: bytes | memoryview) -> str:
