@@ -277,15 +277,24 @@ def committed(
     """
     state = replace(state, read=news.round, next_round=max(state.next_round, news.round + 1))
     held = state.fragments[news.fragment]
-    held, effects = _void(held, news) if news.void else _advance(held, news, values=values)
+    if news.void:
+        held, effects = _void(held, news, finishing=state.finishing)
+    else:
+        held, effects = _advance(held, news, values=values)
     state, more = _publish(_with_fragment(state, news.fragment, held))
     return state, (*effects, *more)
 
 
-def _void(held: FragmentTraining, news: News) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """The version stays; only what is not finite is lost."""
+def _void(
+    held: FragmentTraining, news: News, *, finishing: bool
+) -> tuple[FragmentTraining, tuple[Effect, ...]]:
+    """The version stays; only what is not finite is lost.
+
+    One that finishes would send the rest again and again, a round each, and never end.
+    """
     held = replace(held, outstanding=None)
-    if news.rejected != "nonfinite":
+    hopeless = finishing and news.rejected and held.counters.steps
+    if news.rejected != "nonfinite" and not hopeless:
         return held, ()
     drop = Drop(news.round, news.fragment, "rejected", held.counters)
     ledger = held.ledger.drop("rejected", held.counters.samples)
