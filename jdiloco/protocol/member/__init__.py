@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.member import close, follow, listen
@@ -58,7 +59,8 @@ def wake_at(state: MemberState) -> float:
     if not state.polling:
         times.append(max(state.next_poll, state.hold))
     closable = state.waits.closable
-    if state.closing.mine and state.closing.phase is Phase.OPEN and closable is not None:
+    collecting = state.closing.mine and state.closing.phase is Phase.OPEN
+    if collecting and closings.settled(state.closing) and closable is not None:
         times.append(max(closable + close.grace(state), state.hold))
     return min(times)
 

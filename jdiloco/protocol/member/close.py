@@ -87,7 +87,10 @@ def _merge(turn: Turn) -> None:
     turn.set(
         closing=closing,
         waits=replace(state.waits, merging=turn.now),
-        losing=tuple(state.keys.payload(closing.round, name, part) for part in parts),
+        attempted=(
+            *state.attempted,
+            *(state.keys.payload(closing.round, name, part) for part in parts),
+        ),
     )
     turn.add(
         fx.Merge(
@@ -112,7 +115,7 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
             turn.add(fx.Delete(keys))
         return
     if event.anchor is None:
-        turn.set(closing=closings.merge_failed(closing), losing=())
+        turn.set(closing=closings.merge_failed(closing))
         turn.degrade(f"closing round {event.round} failed: {event.error}")
         return
     _write_record(turn, closing, event)
@@ -209,7 +212,7 @@ def _take_over(turn: Turn) -> None:
 def _why_take_over(turn: Turn) -> str:
     state = turn.state
     closing = state.closing
-    if closing.closer not in state.verdict.live:
+    if _has_ended(state, closing.closer):
         return "its lease has ended"
     if not closings.seems_closable(closing, state.rules, state.verdict):
         turn.set(waits=replace(state.waits, seemed_closable=None))
@@ -223,9 +226,17 @@ def _why_take_over(turn: Turn) -> str:
     return "the round is overdue" if turn.now >= since + patience else ""
 
 
+def _has_ended(state: MemberState, life: Life) -> bool:
+    """Whether a lease has ended; that of a life no listing was asked about yet has not."""
+    looked_at = life in state.leases or state.verdict.newer(life) is not None
+    return looked_at and life not in state.verdict.live
+
+
 def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
     state = turn.state
     turn.set(claiming=False, reading_claim=False)
+    if event.data is None:
+        turn.degrade(f"a claim on round {event.round} got no clear answer")
     if event.data is None or event.round != state.closing.round:
         return
     try:
