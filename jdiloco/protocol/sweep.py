@@ -1,7 +1,8 @@
 """What may be removed, and by whom.
 
 * A contribution goes `keep_rounds` rounds after the record of its round.
-* A payload goes once two named checkpoints cover its round, a checkpoint once two newer are named.
+* A payload goes once two named checkpoints cover its round and its fragment has a newer version, a
+  checkpoint once two newer are named.
 * Beats: all but the newest of a life, and all of a life that ended, `in_flight + 1` rounds later.
 * Nothing of a round without a record is ever garbage, whoever wrote it and however long ago.
 
@@ -47,12 +48,16 @@ def shelve(shelf: Shelf, record: RoundRecord) -> Shelf:
 
 
 def sweep(
-    shelf: Shelf, keys: Keys, rules: Rules, *, round: int
+    shelf: Shelf, keys: Keys, rules: Rules, *, round: int, heads: tuple[int, ...]
 ) -> tuple[Shelf, tuple[str, ...], tuple[str, ...]]:
-    """Takes what is garbage once `round` has a record: keys, and prefixes of old checkpoints."""
+    """Takes what is garbage once `round` has a record: keys, and prefixes of old checkpoints.
+
+    `heads` made the fragments' newest versions. Their payloads stay though checkpoints cover them:
+    a learner that is about to align would otherwise have to read a whole checkpoint.
+    """
     old = [key for key in shelf.contributions if key.round + rules.keep_rounds < round]
     covered = shelf.checkpoints[-2].round if len(shelf.checkpoints) >= 2 else -1
-    gone = [(r, key) for r, key in shelf.payloads if r <= covered]
+    gone = [(r, key) for r, key in shelf.payloads if r <= covered and r not in heads]
     prefixes = tuple(f"{checkpoint.prefix}/" for checkpoint in shelf.checkpoints[:-2])
     shelf = replace(
         shelf,

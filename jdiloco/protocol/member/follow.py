@@ -67,7 +67,7 @@ def take_record(turn: Turn, data: bytes) -> None:
         timing = msgspec.structs.replace(followed.timing, commit=commit)
         followed = replace(followed, timing=timing)
     turn.add(fx.Took(record, own))
-    _discard(turn, own=own)
+    _discard(turn, record)
     turn.set(
         chain=followed,
         records_to=max(state.records_to, record.round),
@@ -87,11 +87,13 @@ def take_record(turn: Turn, data: bytes) -> None:
         _save(turn)
 
 
-def _discard(turn: Turn, *, own: bool) -> None:
-    """Some record of the round has been read, so a lost attempt's payloads are garbage."""
-    if turn.state.losing and not own:
-        turn.add(fx.Delete(turn.state.losing))
-    turn.set(losing=())
+def _discard(turn: Turn, record: RoundRecord) -> None:
+    """Some record of the round has been read, so what it does not name is garbage."""
+    named = {payload.key for payload in (record.anchor, record.outer) if payload is not None}
+    lost = tuple(key for key in turn.state.attempted if key not in named)
+    if lost:
+        turn.add(fx.Delete(lost))
+    turn.set(attempted=())
 
 
 def _announce(turn: Turn, record: RoundRecord) -> None:
@@ -136,8 +138,11 @@ def on_delivered(turn: Turn, event: fx.Delivered) -> None:
     turn.set(delivering=False)
     if event.ok:
         turn.set(queue=turn.state.queue[1:])
-    else:
-        turn.degrade(f"the values of round {event.round} could not be read")
+        return
+    turn.degrade(f"the values of round {event.round} could not be read")
+    (record, _), *rest = turn.state.queue
+    if any(newer.fragment == record.fragment and not newer.void for newer, _ in rest):
+        turn.set(queue=((record, False), *rest))  # They came while these were being read.
 
 
 def on_contributed(turn: Turn, event: fx.Contributed) -> None:
@@ -177,10 +182,10 @@ def on_uploaded(turn: Turn, event: fx.Uploaded) -> None:
         sending=tuple(after(item) for item in state.sending),
         unlisted=tuple(key for key in state.unlisted if key != event.key),
     )
-    if not event.ok:
-        turn.defer()
     if any(item.failures >= 2 and not item.landed for item in turn.state.sending):
         turn.degrade(f"the contribution to round {event.key.round} could not be sent")
+    elif not event.ok:
+        turn.defer()
 
 
 def _drop_sending(turn: Turn, record: RoundRecord) -> None:
@@ -204,7 +209,9 @@ def _sweep(turn: Turn, *, own: bool) -> None:
     """Every node forgets what is garbage by now; the one that committed removes it."""
     state = turn.state
     round = state.chain.read
-    shelf, keys, prefixes = sweep.sweep(state.shelf, state.keys, state.rules, round=round)
+    shelf, keys, prefixes = sweep.sweep(
+        state.shelf, state.keys, state.rules, round=round, heads=state.chain.heads
+    )
     shelf, beats = sweep.stale_beats(
         shelf, state.beats, state.verdict, state.rules, state.keys, round=round
     )

@@ -85,7 +85,7 @@ class MemberState:
     queue: tuple[tuple[RoundRecord, bool], ...] = ()  # To deliver, and whether with values.
     delivering: bool = False
     unlisted: tuple[ContributionKey, ...] = ()  # Late, and perhaps still on their way.
-    losing: tuple[str, ...] = ()  # Payloads of an attempt whose fate is not known yet.
+    attempted: tuple[str, ...] = ()  # Payloads of this round's attempts, uploaded or not.
     shelf: sweep.Shelf = EMPTY_SHELF
     degraded: bool = False
     failures: int = 0  # Requests without an answer since the last listing that had one.
