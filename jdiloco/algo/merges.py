@@ -184,8 +184,8 @@ def _count(name: str, value: Any) -> int:
 def to_json(merge: Merge | Any) -> dict[str, Any]:
     """The merge as it stands in a manifest, e.g. `{"kind": "rda", "direct_pattern": "embed"}`."""
     check_merge(merge)
-    fields = {field.name: getattr(merge, field.name) for field in dataclasses.fields(type(merge))}
-    return {"kind": _kind(type(merge)), **fields}
+    settings: Any = merge  # A dataclass, which the protocol cannot say.
+    return {"kind": _kind(type(merge)), **dataclasses.asdict(settings)}
 
 
 def from_json(value: Mapping[str, Any], *, known: Sequence[type] = ()) -> Merge:

@@ -285,7 +285,7 @@ def _advance(
 
 
 def _narrow(master: Float[Array, " *leaf"], dtype: Any) -> Float[Array, " *leaf"]:
-    """Rounds, and keeps XLA from leaving the rounding out where the result is widened again."""
+    """Rounds, behind a barrier: XLA may leave out a rounding that is widened again at once."""
     largest = float(jnp.finfo(dtype).max)
     return jax.lax.optimization_barrier(jnp.clip(master, -largest, largest).astype(dtype))
 
