@@ -67,7 +67,8 @@ class Demo:
                 self._tick()
         finally:
             stop(self.children.values())
-        return demo_report.collect(self.plan, self.journals, self.endings, self.seconds)
+        rounds = demo_report.read_rounds(self.folder.mailbox)
+        return demo_report.collect(self.plan, rounds, self.journals, self.endings, self.seconds)
 
     def _start(self, name: str, *arguments: str) -> None:
         self.offsets[name] = self.seconds
@@ -124,9 +125,8 @@ class Demo:
         self.children[victim].kill()
         closing = ", which closes the rounds" if victim == closer else ""
         self.view.say(f"killed {victim}{closing}, with SIGKILL at step {steps[victim]}")
-        share, first_step = self.plan.names.index(victim), steps[victim]
-        joiner = self.plan.joiner
-        self._start(joiner, "node", joiner, str(share), str(first_step))
+        share, joiner = self.plan.names.index(victim), self.plan.joiner
+        self._start(joiner, "node", joiner, str(share))
         self.view.say(f"{joiner} joins and takes over the text of {victim}")
 
     def _measure(self) -> None:

@@ -1,6 +1,6 @@
 """What a demo found out: typed figures, the table made of them, and the claim they decide.
 
-`collect` is the only function that knows where figures come from.
+`read_rounds` and `collect` alone know where figures come from.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,6 +19,19 @@ from rich.text import Text
 
 from jdiloco.cli.demo_journal import Line
 from jdiloco.cli.demo_plan import LONE, WATCH, Folder, Plan
+from jdiloco.errors import UsageError
+from jdiloco.protocol.records import Participant, RoundRecord
+from jdiloco.runtime.inspect import read_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """One merged contribution, and the node's ledger of its fragment once it was merged."""
+
+    node: str
+    merged: int  # Samples, as the next two.
+    dropped: Mapping[str, int]
+    pending: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +40,13 @@ class RoundFigures:
 
     round: int
     fragment: int
-    participants: tuple[str, ...]
+    shares: tuple[Share, ...]
     rejected: tuple[tuple[str, str], ...]  # Node and reason.
     expected: int
-    void: bool
-    closer: str
+
+    @property
+    def void(self) -> bool:
+        return not self.shares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +86,7 @@ class Report:
     @property
     def mean_participants(self) -> float:
         """Over the rounds that merged something."""
-        counts = [len(found.participants) for found in self.rounds if not found.void]
+        counts = [len(found.shares) for found in self.rounds if not found.void]
         return statistics.fmean(counts) if counts else 0.0
 
     @property
@@ -106,11 +122,44 @@ class Report:
         return json.dumps({**summary, **dataclasses.asdict(self)}, indent=2)
 
 
+def read_rounds(mailbox: Path) -> tuple[RoundFigures, ...]:
+    """The rounds of the run in a mailbox; none if no run was created."""
+    try:
+        run = read_run(mailbox)
+    except UsageError:
+        return ()
+    return tuple(map(_round_figures, run.rounds))
+
+
+def _round_figures(record: RoundRecord) -> RoundFigures:
+    return RoundFigures(
+        round=record.round,
+        fragment=record.fragment,
+        shares=tuple(map(_share, record.participants)),
+        rejected=tuple((entry.node, entry.reason) for entry in record.rejected),
+        expected=record.expected,
+    )
+
+
+def _share(participant: Participant) -> Share:
+    """A contribution carries the ledger from before it; the record is what merges it."""
+    ledger = participant.ledger.merge(participant.counters.samples)
+    return Share(
+        node=participant.node,
+        merged=ledger.merged,
+        dropped=ledger.dropped,
+        pending=ledger.pending,
+    )
+
+
 def collect(
-    plan: Plan, journals: Mapping[str, Sequence[Line]], endings: Mapping[str, str], seconds: float
+    plan: Plan,
+    rounds: Sequence[RoundFigures],
+    journals: Mapping[str, Sequence[Line]],
+    endings: Mapping[str, str],
+    seconds: float,
 ) -> Report:
-    """The figures of a demo, from what its processes wrote."""
-    rounds = committed_rounds(line for lines in journals.values() for line in lines)
+    """The figures of a demo, from its mailbox and from what its processes wrote."""
     nodes = sorted((name for name in journals if name not in (LONE, WATCH)), key=_by_number)
     lone = journals.get(LONE, ())
     return Report(
@@ -121,72 +170,64 @@ def collect(
         rounds=tuple(rounds),
         committed_loss=_final_loss(journals.get(WATCH, ())),
         lone_loss=_final_loss(lone),
-        lone_steps=_steps(lone),
+        lone_steps=_steps(plan, lone),
         seconds=seconds,
-    )
-
-
-def committed_rounds(lines: Iterable[Line]) -> list[RoundFigures]:
-    """Every round that any node read the record of, once."""
-    found = {line["round"]: line for line in lines if line.get("event") == "Committed"}
-    return [_round_figures(found[number]) for number in sorted(found)]
-
-
-def _round_figures(line: Line) -> RoundFigures:
-    rejected = (entry.rpartition(":") for entry in line["rejected"])
-    return RoundFigures(
-        round=line["round"],
-        fragment=line["fragment"],
-        participants=tuple(line["participants"]),
-        rejected=tuple((node, reason) for node, _, reason in rejected),
-        expected=line["expected"],
-        void=line["void"],
-        closer=line["closer"],
     )
 
 
 def _node_figures(
     plan: Plan, name: str, lines: Sequence[Line], rounds: Sequence[RoundFigures], ending: str
 ) -> NodeFigures:
-    merged_rounds = {found.round for found in rounds if name in found.participants}
+    merged_in = [found for found in rounds if any(share.node == name for share in found.shares)]
     reports = [line for line in lines if "loss" in line]
     left = next((line for line in reversed(lines) if line.get("event") == "Left"), None)
-    dropped = _dropped(plan, lines)
-    published = {line["round"]: line["samples"] for line in _events(lines, "Published")}
-    merged = sum(published.get(number, 0) for number in merged_rounds) / plan.fragments
-    steps = _steps(lines)
+    merged, dropped, pending = (
+        _as_it_left(plan, left, lines) if left else _last_known(plan, name, merged_in)
+    )
     return NodeFigures(
         node=name,
         ending=ending,
-        steps=steps,
+        steps=_steps(plan, lines),
         loss=reports[-1]["loss"] if reports else None,
-        rounds=len(merged_rounds),
-        merged=left["merged"] if left else merged,
+        rounds=len(merged_in),
+        merged=merged,
         dropped=dropped,
-        pending=left["pending"] if left else _trained(lines) - merged - sum(dropped.values()),
+        pending=pending,
         last_known=left is None,
     )
 
 
-def _dropped(plan: Plan, lines: Sequence[Line]) -> dict[str, float]:
-    """Dropped samples by reason: a sum over fragments, divided by their number."""
-    totals: collections.Counter[str] = collections.Counter()
-    for line in _events(lines, "Dropped"):
-        totals[line["reason"]] += line["samples"]
-    return {reason: total / plan.fragments for reason, total in sorted(totals.items())}
+Samples = tuple[float, dict[str, float], float]
+"""Merged, dropped by reason, pending."""
 
 
-def _trained(lines: Sequence[Line]) -> float:
-    """Samples trained by its last report."""
-    return float(max((line["samples"] for line in lines if "loss" in line), default=0))
+def _as_it_left(plan: Plan, left: Line, lines: Sequence[Line]) -> Samples:
+    """What a node said when it left; the reasons are in the events before."""
+    dropped: collections.Counter[str] = collections.Counter()
+    for line in lines:
+        if line.get("event") == "Dropped":
+            dropped[line["reason"]] += line["samples"]
+    by_reason = {reason: total / plan.fragments for reason, total in sorted(dropped.items())}
+    return left["merged"], by_reason, left["pending"]
 
 
-def _events(lines: Iterable[Line], kind: str) -> list[Line]:
-    return [line for line in lines if line.get("event") == kind]
+def _last_known(plan: Plan, name: str, rounds: Sequence[RoundFigures]) -> Samples:
+    """What the last merged contributions of a node said: the newest for each fragment."""
+    newest = {
+        found.fragment: share for found in rounds for share in found.shares if share.node == name
+    }
+    shares = newest.values()
+    reasons = sorted({reason for share in shares for reason in share.dropped})
+    return (
+        sum(share.merged for share in shares) / plan.fragments,
+        {r: sum(share.dropped.get(r, 0) for share in shares) / plan.fragments for r in reasons},
+        sum(share.pending for share in shares) / plan.fragments,
+    )
 
 
-def _steps(lines: Iterable[Line]) -> int:
-    return max((line["step"] for line in lines if "loss" in line), default=0)
+def _steps(plan: Plan, lines: Iterable[Line]) -> int:
+    """Steps trained. One that joined later began at a later step of the plan."""
+    return max((line["samples"] for line in lines if "loss" in line), default=0) // plan.rows
 
 
 def _final_loss(lines: Iterable[Line]) -> float | None:
@@ -234,9 +275,7 @@ def summary_table(report: Report) -> Table:
     table.add_column()
     void = sum(found.void for found in report.rounds)
     table.add_row("held-out loss, committed model", _loss(report.committed_loss))
-    table.add_row(
-        f"held-out loss, one node alone, {report.lone_steps:,} steps", _loss(report.lone_loss)
-    )
+    table.add_row("held-out loss, one node alone", _loss(report.lone_loss))
     table.add_row("rounds", f"{len(report.rounds)}" + (f", {void} of them void" if void else ""))
     table.add_row("mean participants", f"{report.mean_participants:.2f}")
     table.add_row("rejected contributions", _by_reason(report.rejected_by_reason))
@@ -260,7 +299,10 @@ def verdict(report: Report) -> Text:
         return Text("\nThe claim was not checked: a held-out loss is missing.", "bold red")
     by = report.lone_loss - report.committed_loss
     if report.holds:
-        text = f"\nThe committed model beats the node that trained alone by {by:.3f} nats a byte."
+        text = (
+            f"\nThe committed model beats the node that trained alone, for {report.lone_steps:,} "
+            f"steps, by {by:.3f} nats a byte."
+        )
         return Text(text, "bold green")
     text = f"\nThe committed model does not beat the node that trained alone: {-by:.3f} nats worse."
     return Text(text, "bold red")

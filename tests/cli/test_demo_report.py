@@ -9,42 +9,44 @@ from rich.console import Console
 
 from jdiloco.cli import demo_plot, demo_report
 from jdiloco.cli.demo_plan import LONE, WATCH, Folder, Plan
-from jdiloco.events import Committed, Dropped, Left, Published
+from jdiloco.cli.demo_report import RoundFigures, Share
+from jdiloco.events import Dropped, Left
+from jdiloco.protocol.records import Ledger, Participant
+from jdiloco.types import Counters
 
-PLAN = Plan(steps=80, nodes=2)
+PLAN = Plan(steps=200, nodes=2)
 
 
 def report_line(step, loss, samples):
     return {"step": step, "loss": loss, "samples": samples, "time": step / 10}
 
 
-def published(node, round):
-    return Published(
-        node=node, round=round, fragment=round % 4, version=0, steps=10, samples=40, final=False
-    ).fields()
+def share(node, merged, pending=0, **dropped):
+    return Share(node=node, merged=merged, dropped=dropped, pending=pending)
 
 
-def committed(node, round, participants, rejected=()):
-    return Committed(
-        node=node,
-        round=round,
-        fragment=round % 4,
-        version=1,
-        participants=participants,
-        rejected=rejected,
-        expected=2,
-        void=not participants,
-        closer="node-1",
-        cosine=1.0,
-    ).fields()
+def round_figures(number, *shares, rejected=()):
+    return RoundFigures(
+        round=number, fragment=number % 4, shares=shares, rejected=rejected, expected=2
+    )
+
+
+ROUNDS = (
+    round_figures(0, share("node-1", 40), share("node-2", 40, overwritten=12)),
+    round_figures(1, share("node-1", 40), share("node-2", 48, 8), rejected=(("node-3", "stale"),)),
+    round_figures(2, share("node-1", 80), rejected=(("node-3", "stale"), ("node-4", "nonfinite"))),
+    round_figures(3),
+    round_figures(4, share("node-1", 80), share("node-2", 80, 4, overwritten=12, late=4)),
+)
+"""node-2 is killed after three rounds, two of them of fragment 0."""
 
 
 @pytest.fixture
 def journals():
-    """node-1 lives to the end; node-2 is killed after two rounds."""
+    """node-1 lives to the end."""
     left = Left(
         node="node-1",
-        because="end",
+        because="finished",
         steps=80,
         processed=320.0,
         merged=290.0,
@@ -54,25 +56,14 @@ def journals():
     dropped = Dropped(
         node="node-1", round=1, fragment=1, reason="overwritten", steps=10, samples=40
     )
-    one = [
-        report_line(40, 3.0, 160),
-        committed("node-1", 0, ("node-1", "node-2")),
-        committed("node-1", 1, ("node-1", "node-2"), ("node-3:stale",)),
-        committed("node-1", 2, ("node-1",), ("node-3:stale", "node-4:nonfinite")),
-        committed("node-1", 3, ()),
-        dropped.fields(),
-        report_line(80, 2.0, 320),
-        left.fields(),
-    ]
-    two = [
-        published("node-2", 0),
-        committed("node-2", 0, ("node-1", "node-2")),
-        published("node-2", 1),
-        report_line(40, 3.1, 160),
-    ]
     return {
-        "node-1": one,
-        "node-2": two,
+        "node-1": [
+            report_line(40, 3.0, 160),
+            dropped.fields(),
+            report_line(80, 2.0, 320),
+            left.fields(),
+        ],
+        "node-2": [report_line(40, 3.1, 160)],
         LONE: [report_line(80, 2.2, 320), {"held_out": 2.3, "final": True, "time": 9}],
         WATCH: [{"held_out": 2.9, "time": 4}, {"held_out": 2.1, "final": True, "time": 9}],
     }
@@ -80,31 +71,55 @@ def journals():
 
 @pytest.fixture
 def report(journals):
-    return demo_report.collect(PLAN, journals, {"node-1": "finished", "node-2": "killed"}, 12.0)
+    endings = {"node-1": "finished", "node-2": "killed"}
+    return demo_report.collect(PLAN, ROUNDS, journals, endings, 12.0)
 
 
-def test_every_round_counts_once_whoever_read_it(report):
-    assert [found.round for found in report.rounds] == [0, 1, 2, 3]
-    assert report.mean_participants == pytest.approx(5 / 3)  # The void round is not counted.
+def test_rejections_and_participants_are_counted_over_the_rounds(report):
+    assert report.mean_participants == pytest.approx(7 / 4)  # The void round is not counted.
     assert report.rejected_by_reason == {"nonfinite": 1, "stale": 2}
+    assert [node.rounds for node in report.nodes] == [4, 3]
 
 
 def test_the_figures_of_every_node_add_up(report):
     for node in report.nodes:
         assert node.processed == node.merged + sum(node.dropped.values()) + node.pending
-    assert [node.processed for node in report.nodes] == [320, 160]
+    assert report.nodes[0].processed == 320  # What it said itself when it left.
 
 
-def test_a_killed_node_has_its_last_known_figures(report):
+def test_a_killed_node_has_what_its_last_contributions_said(report):
+    """The newest of each fragment counts: 80 and 48 merged, over four fragments."""
     one, two = report.nodes
     assert not one.last_known
     assert two.last_known
-    assert (two.rounds, two.merged, two.pending) == (2, 2 * 40 / 4, 140)
+    assert (two.merged, two.pending) == ((80 + 48) / 4, (4 + 8) / 4)
+    assert two.dropped == {"late": 1.0, "overwritten": 3.0}
+
+
+def test_a_contribution_is_merged_by_its_record():
+    """The ledger that it carries is from before."""
+    participant = Participant(
+        node="node-1",
+        incarnation=1,
+        counters=Counters(steps=10, samples=40),
+        ledger=Ledger(merged=100, dropped={"late": 8}, pending=60),
+        weight=1.0,
+        sha256="",
+    )
+    found = demo_report._share(participant)
+    assert (found.merged, found.dropped, found.pending) == (140, {"late": 8}, 20)
+
+
+def test_a_mailbox_without_a_run_has_no_rounds(tmp_path):
+    assert demo_report.read_rounds(tmp_path) == ()
 
 
 def test_a_better_committed_model_makes_the_claim_hold(report):
     assert report.holds
-    assert "beats the node that trained alone by 0.200" in demo_report.verdict(report).plain
+    assert (
+        "beats the node that trained alone, for 80 steps, by 0.200"
+        in demo_report.verdict(report).plain
+    )
     worse = dataclasses.replace(report, committed_loss=2.4)
     assert not worse.holds
     assert "does not beat" in demo_report.verdict(worse).plain
@@ -123,7 +138,7 @@ def test_the_table_fits_a_terminal_of_80_columns(report):
     assert "killed*" in text
     assert "last known" in text
     assert "nonfinite 1, stale 2" in text
-    assert "overwritten 10" in text
+    assert "late 1, overwritten 13" in text
 
 
 def test_the_report_is_written_as_json_and_text(report, tmp_path):
@@ -131,7 +146,7 @@ def test_the_report_is_written_as_json_and_text(report, tmp_path):
     demo_report.write(report, folder)
     body = json.loads(folder.report.read_text())
     assert body["holds"] is True
-    assert body["processed"] == {"node-1": 320, "node-2": 160}
+    assert body["processed"] == {"node-1": 320.0, "node-2": 39.0}
     assert "node-2" in folder.report.with_suffix(".txt").read_text()
 
 
