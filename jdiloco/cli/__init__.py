@@ -35,7 +35,7 @@ def demo(
             file_okay=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of a node.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Training steps of a node.")] = 1200,
     nodes: Annotated[int, typer.Option(help="Nodes at the start; one more joins later.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for the mailbox and the results.")] = Path(
         "runs/demo"

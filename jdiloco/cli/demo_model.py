@@ -103,15 +103,13 @@ evaluate = nnx.jit(loss_of)
 
 
 def inner_optimizer(
-    model: ByteTransformer, steps: int, *, peak: float = 1e-3, first_step: int = 0
+    model: ByteTransformer, steps: int, peak: float = 1e-3, *, first_step: int = 0
 ) -> nnx.Optimizer:
-    """AdamW whose learning rate rises for a twentieth of `steps` and then falls to a tenth.
+    """AdamW whose learning rate rises for a twentieth of `steps` and then falls to nothing.
 
     One that starts at `first_step` takes the schedule up there.
     """
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, peak, max(steps // 20, 1), max(steps, 2), end_value=peak / 10
-    )
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(steps // 20, 1), max(steps, 2))
     transform = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(lambda count: rate(count + first_step), weight_decay=0.1),

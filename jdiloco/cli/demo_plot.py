@@ -44,6 +44,7 @@ def _draw_training(axes: Any, journals: Mapping[str, Sequence[Line]]) -> None:
         if reports:
             losses = smooth([line["loss"] for line in reports])
             axes.plot([line["step"] for line in reports], losses, label=name, **_style(name))
+    _zoom(axes)
     axes.set(xlabel="step", ylabel="training loss, nats a byte", title="each on its own text")
     axes.legend()
 
@@ -57,8 +58,15 @@ def _draw_held_out(
             seconds = [offsets.get(name, 0.0) + line["time"] for line in lines]
             losses = [line["held_out"] for line in lines]
             axes.plot(seconds, losses, marker=".", label=label, **_style(name))
+    _zoom(axes)
     axes.set(xlabel="seconds", ylabel="held-out loss, nats a byte", title="text nobody trains on")
     axes.legend()
+
+
+def _zoom(axes: Any) -> None:
+    """Leaves the fall of the first steps out, so that the difference at the end is seen."""
+    lowest = min((min(line.get_ydata()) for line in axes.lines), default=1.0)
+    axes.set_ylim(bottom=0.95 * lowest, top=1.7 * lowest)
 
 
 def _style(name: str) -> dict[str, Any]:

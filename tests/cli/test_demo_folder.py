@@ -44,7 +44,7 @@ def test_an_earlier_demo_can_be_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"nodes": 1}, "at least 2, got 1"), ({"steps": 79}, "80, got 79")]
+    ("settings", "message"), [({"nodes": 1}, "at least 2, got 1"), ({"steps": 100}, "160, got 100")]
 )
 def test_a_plan_that_shows_nothing_is_refused(settings, message):
     with pytest.raises(UsageError, match=message):
