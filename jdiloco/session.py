@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -29,7 +29,6 @@ from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
-from jdiloco.runtime.payloads import Library
 from jdiloco.runtime.schema import Schema
 from jdiloco.store import open_store
 from jdiloco.store.base import Store
@@ -213,9 +212,7 @@ class Session:
         manifest, data, created = self._find_run(performer)
         keys = Keys(manifest.run)
         life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
-        library = Library(store, self._schema, scratch)
-        chain, newest = newest_values(performer, library, manifest, data)
-        library.forget()
+        chain, newest = newest_values(performer, performer.library(self._schema), manifest, data)
         self._node = Node(
             Place(
                 store=store,
@@ -231,7 +228,6 @@ class Session:
             poll_seconds=self._poll_interval,
             can_close=True,
             callbacks=self._callbacks,
-            library=library,
         )
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
@@ -306,18 +302,18 @@ class Session:
         self._was_read = True
         return self._params if self._in_place else learner.committed(self._params)
 
-    def step(self, params: Any = None, *, samples: int, steps: int = 1) -> Any:
+    def step(self, params: Any = None, *, samples: SupportsIndex, steps: SupportsIndex = 1) -> Any:
         """Counts a training step, publishes and aligns what is due, and returns the parameters.
 
         Returns the object it was given where nothing changed. `samples` is how many rows the call
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        samples, steps = _count("samples", samples), _count("steps", steps)
+        rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)
             self._check_stop()
-            learner.step(None, samples=samples, steps=steps)
+            learner.step(None, samples=rows, steps=count)
             return None
         if not self._was_read:
             raise UsageError(
@@ -326,7 +322,7 @@ class Session:
             )
         self._params = params
         self._check_stop()
-        self._params = learner.step(params, samples=samples, steps=steps)
+        self._params = learner.step(params, samples=rows, steps=count)
         return self._params
 
     def _refuse_params(self, params: Any) -> None:
@@ -419,8 +415,7 @@ def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
         holder = _holder(like)
         schema = Schema(holder.specs, manifest.plan)
         schema.check_against(manifest)
-        library = Library(store, schema, Path(scratch))
-        _, values = newest_values(performer, library, manifest, data)
+        _, values = newest_values(performer, performer.library(schema), manifest, data)
         leaves = zip(values, holder.get(like, list(values)), strict=True)
         return holder.put(like, {name: placed(values[name], leaf) for name, leaf in leaves})
 

@@ -29,8 +29,8 @@ TRIES = 8
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 5.0
 
-SAVE_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""The same for each file of the first checkpoint."""
+BULK_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""The same for each file of a checkpoint that is written or read."""
 
 STOP_SECONDS = 0.1
 """How long a wait goes on before somebody asks whether it should."""
@@ -83,6 +83,10 @@ class Performer:
         self._closed = True
         if self._saver is not None:
             self._saver.join(CLOSE_SECONDS)
+
+    def library(self, schema: Schema) -> Library:
+        """Reads versions with the patience of joining."""
+        return Library(self._store, schema, self._scratch, waits=BULK_WAITS, sleep=self._sleep)
 
     def _with_patience(self, request: requests.Request) -> Any:
         wait = FIRST_WAIT
@@ -144,7 +148,7 @@ class Performer:
                 self._store,
                 prefix,
                 scratch=self._scratch,
-                waits=SAVE_WAITS,
+                waits=BULK_WAITS,
                 sleep=self._sleep_unless_closed,
             )
             self._saved.put(Checkpoint(-1, state.versions, prefix, files))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -303,7 +303,7 @@ class Learner:
         fresh = self._copies(names, leaves)
         return self._holder.put(params, dict(zip(names, fresh, strict=True)))
 
-    def _copies(self, names: tuple[str, ...], leaves: Leaves) -> Leaves:
+    def _copies(self, names: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
         """The committed values, each where the leaf it stands in for is."""
         return tuple(
             placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)

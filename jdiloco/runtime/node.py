@@ -56,7 +56,7 @@ from jdiloco.store.settle import create_owned
 logger = logging.getLogger("jdiloco")
 
 SETTLE_WAITS = (0.1, 0.3)
-"""Seconds between the tries of one upload; after them the protocol decides when to try again."""
+"""Seconds between the tries of a bulk request; after them the protocol decides when to go on."""
 
 WORKERS = ("small", "upload", "close", "deliver", "save")
 
@@ -116,13 +116,11 @@ class Node:
         poll_seconds: float,
         can_close: bool,
         callbacks: Iterable[Callable[[events.Event], None]],
-        library: Library,
     ) -> None:
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
         self._clock = clock
         self._callbacks = tuple(callbacks)
-        self._library = library
         self._inbox: queue.SimpleQueue[fx.Event | None] = queue.SimpleQueue()
         self._progress = collections.deque([("joining", 0, place.chain.round)], maxlen=1)
         self._told = self._progress[-1]
@@ -142,7 +140,7 @@ class Node:
             self._state.keys,
             place.schema,
             place.algorithm,
-            library,
+            self._library(),
             self._create_owned,
         )
         self._workers = {name: Worker(name, self._halt) for name in WORKERS}
@@ -424,8 +422,13 @@ class Node:
         chain = self._state.chain
         if values is not None or chain.records[record.fragment] != record:
             return values
-        library = Library(self.place.store, self.place.schema, self.place.scratch)
-        return library.values(record.fragment, record, chain.checkpoint)
+        return self._library().values(record.fragment, record, chain.checkpoint)
+
+    def _library(self) -> Library:
+        place = self.place
+        return Library(
+            place.store, place.schema, place.scratch, waits=SETTLE_WAITS, sleep=self._clock.sleep
+        )
 
     def _follow(self, effect: fx.Follow) -> None:
         self.to_learner.put(Followed(effect.round))

@@ -9,21 +9,24 @@ record names or, once two run checkpoints cover them, in the newest checkpoint.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from jdiloco.errors import FormatError
+from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol.records import Checkpoint, Payload, RoundRecord, sha256
 from jdiloco.runtime import checkpoints, messages
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.schema import Schema
-from jdiloco.store.base import Buffer, Store
+from jdiloco.store.base import Buffer, Entry, Store
 from jdiloco.types import TensorSpec
 
 Tensors = Mapping[str, np.ndarray]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +91,62 @@ def _part(tensors: Tensors, prefix: str) -> dict[str, np.ndarray]:
     }
 
 
+class Patient:
+    """A store whose reads are tried again, each `waits` times more.
+
+    A checkpoint takes dozens of requests. Begun anew whenever one of them fails, it would never be
+    read from a store that answers nine in ten.
+    """
+
+    def __init__(
+        self, inner: Store, waits: Sequence[float], sleep: Callable[[float], object]
+    ) -> None:
+        self._inner = inner
+        self._waits = waits
+        self._sleep = sleep
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
+        return self._inner.create(key, data)
+
+    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
+        return self._trying(lambda: self._inner.get(key, start=start, stop=stop))
+
+    def list(self, prefix: str, *, after: str = "") -> builtins.list[Entry]:
+        return self._trying(lambda: self._inner.list(prefix, after=after))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._inner.delete(keys)
+
+    def _trying(self, request: Callable[[], T]) -> T:
+        for wait in self._waits:
+            try:
+                return request()
+            except StoreUnavailable:
+                self._sleep(wait)
+        return request()
+
+
 class Library:
     """Reads versions: from payloads where they are, else from the run checkpoint that covers them.
 
-    The newest restored checkpoint is kept only while it is asked for: `forget` drops it.
+    The newest restored checkpoint is kept only while it is asked for: `forget` drops it. `waits`
+    are the seconds between the tries of each request.
     """
 
-    def __init__(self, store: Store, schema: Schema, scratch: Path) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        schema: Schema,
+        scratch: Path,
+        *,
+        waits: Sequence[float],
+        sleep: Callable[[float], object],
+    ) -> None:
+        self._store = Patient(store, waits, sleep)
         self._schema = schema
         self._scratch = scratch
         self._restored: tuple[str, RunState] | None = None
