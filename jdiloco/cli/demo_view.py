@@ -38,12 +38,12 @@ def state_of(lines: Sequence[Line], ending: str) -> str:
     if ending != "running":
         return ending
     for line in reversed(lines):
-        if "loss" in line:
+        if "loss" in line or line.get("event") == "Recovered":
             return "training"
         if line.get("event") == "Waiting":
             return f"waiting for round {line['round']}"
         if line.get("event") == "Degraded":
-            return "training alone: no answer from the mailbox"
+            return f"training, degraded: {line['because']}"
         if line.get("event") == "Joined":
             return f"joined at round {line['round']}"
     return "starting"
@@ -126,7 +126,7 @@ class View:
                 f"{node.step}/{self._plan.steps}",
                 "-" if node.loss is None else f"{node.loss:.3f}",
                 "" if node.rounds is None else f"{node.rounds}",
-                Text(node.state, COLOURS.get(node.state.split()[0], "red")),
+                Text(node.state, COLOURS.get(node.state.split()[0].rstrip(","), "red")),
             )
         return table
 

@@ -67,6 +67,8 @@ def test_a_process_that_does_not_listen_is_killed(spawn):
         ({"step": 1, "loss": 2.0}, "training"),
         ({"event": "Waiting", "round": 3}, "waiting for round 3"),
         ({"event": "Joined", "round": 5}, "joined at round 5"),
+        ({"event": "Degraded", "because": "no answer"}, "training, degraded: no answer"),
+        ({"event": "Recovered"}, "training"),
         ({"event": "Committed"}, "starting"),
     ],
 )
