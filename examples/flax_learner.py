@@ -4,15 +4,17 @@
     python flax_learner.py --mailbox /mnt/shared/run-1 --rank 1 --ranks 2
 
 The mailbox is anything that both can reach: a shared folder, or a bucket (`s3://bucket/run-1`).
-Which of them starts first, and whether one is killed and started again, does not matter. Leaving
-out the three lines that are marked gives the program for one machine.
+Which of them starts first, and whether one is killed and started again, does not matter. Without
+what is marked (1) to (3) it is an ordinary program for one machine.
 
 You should see the loss of both fall, a line for each round, and at the end the held-out loss of the
 model that they trained together:
 
     step 100  loss 2.61
     ...
-    held-out loss of the committed model: 2.31
+    held-out loss of the committed model: 1.87
+
+Two end near 1.87 after 20 s; one of them alone, on its half of the text, near 1.95.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ def read_text(data: Path) -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
 
 
-def batches(text: np.ndarray, steps: int, *, seed: int) -> Iterator[jax.Array]:
+def batches(text: np.ndarray, steps: int, *, rows: int, seed: int) -> Iterator[jax.Array]:
     """Batches of random windows of the text."""
     draw = np.random.default_rng(seed)
     for _ in range(steps):
-        starts = draw.integers(0, len(text) - CONTEXT, size=(ROWS, 1))
+        starts = draw.integers(0, len(text) - CONTEXT, size=(rows, 1))
         yield jnp.asarray(text[starts + np.arange(CONTEXT + 1)], jnp.int32)
 
 
@@ -82,17 +84,25 @@ def main() -> None:
 
     model = NextByte(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
-    algorithm = jdiloco.DiLoCo(sync_every=50, fragments=3)
-    node_id = f"rank-{arguments.rank}"
-    with jdiloco.Session(model, algorithm, arguments.mailbox, node_id=node_id) as session:  # (2)
-        for step, windows in enumerate(batches(share, arguments.steps, seed=arguments.rank), 1):
+    # These steps take milliseconds, so much would be trained before a commit arrives, and be
+    # overwritten by it: look often, and wait where a commit is 20 steps late.
+    algorithm = jdiloco.DiLoCo(sync_every=100, fragments=3, overlap_steps=20, outer_momentum=0.5)
+    with jdiloco.Session(  # (2)
+        model,
+        algorithm,
+        arguments.mailbox,
+        node_id=f"rank-{arguments.rank}",
+        poll_interval=0.1,
+    ) as session:
+        data = batches(share, arguments.steps, rows=ROWS, seed=arguments.rank)
+        for step, windows in enumerate(data, 1):
             loss = train_step(model, optimizer, windows)
             session.step(samples=ROWS)  # (3) Counts, publishes and aligns, in place.
             if step % 100 == 0:
                 print(f"step {step}  loss {loss:.2f}")
 
     # Leaving the block has put the newest committed values into the model.
-    (windows,) = batches(held_out, 1, seed=0)
+    (windows,) = batches(held_out, 1, rows=4096, seed=0)
     print(f"held-out loss of the committed model: {loss_of(model, windows):.2f}")
 
 
@@ -101,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mailbox", required=True)
     parser.add_argument("--rank", type=int, required=True, help="0 to ranks - 1")
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")))
     return parser.parse_args()
 
