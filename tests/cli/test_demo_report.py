@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from jdiloco.cli import demo_plot, demo_report
 from jdiloco.cli.demo_plan import LONE, WATCH, Folder, Plan
 from jdiloco.cli.demo_report import RoundFigures, Share
+from jdiloco.errors import UsageError
 from jdiloco.events import Dropped, Left
 from jdiloco.protocol.records import Ledger, Participant
 from jdiloco.types import Counters
@@ -159,3 +161,9 @@ def test_the_curves_are_drawn(journals, tmp_path):
 
 def test_smoothing_keeps_a_constant():
     assert demo_plot.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_a_missing_matplotlib_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install 'jdiloco\[demo\]'"):
+        demo_plot.require_matplotlib()
