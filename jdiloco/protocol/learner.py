@@ -71,6 +71,7 @@ class LearnerState:
     follow: int = -1  # A round to publish as soon as there is anything to publish.
     finishing: bool = False
     flush: bool = False
+    reverted_at: int = -1  # The step after which all fragments last went back to their anchors.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,29 +278,60 @@ def committed(
     """
     state = replace(state, read=news.round, next_round=max(state.next_round, news.round + 1))
     held = state.fragments[news.fragment]
+    tainted = news.rejected == "nonfinite" and _since_revert(state, held)
     if news.void:
-        held, effects = _void(held, news, finishing=state.finishing)
+        held, effects = _void(held, news, revert=tainted or state.finishing)
     else:
         held, effects = _advance(held, news, values=values)
-    state, more = _publish(_with_fragment(state, news.fragment, held))
+    state = _with_fragment(state, news.fragment, held)
+    if tainted:
+        state, back = _go_back(state, news)
+        effects = (*effects, *back)
+    state, more = _publish(state)
     return state, (*effects, *more)
 
 
-def _void(
-    held: FragmentTraining, news: News, *, finishing: bool
-) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """The version stays; only what is not finite is lost.
+def _since_revert(state: LearnerState, held: FragmentTraining) -> bool:
+    """Its contribution was taken from parameters that have not gone back since."""
+    return held.outstanding is None or held.outstanding.at_step > state.reverted_at
 
-    One that finishes would send the rest again and again, a round each, and never end.
+
+def _void(
+    held: FragmentTraining, news: News, *, revert: bool
+) -> tuple[FragmentTraining, tuple[Effect, ...]]:
+    """The version stays; what was rejected is tried again, unless it is not finite.
+
+    One that finishes would send it again and again, a round each, and never end.
     """
+    sent = held.outstanding.counters if held.outstanding else NOTHING
     held = replace(held, outstanding=None)
-    hopeless = finishing and news.rejected and held.counters.steps
-    if news.rejected != "nonfinite" and not hopeless:
+    if not news.rejected or not (revert or news.rejected == "nonfinite"):
         return held, ()
-    drop = Drop(news.round, news.fragment, "rejected", held.counters)
-    ledger = held.ledger.drop("rejected", held.counters.samples)
-    held = replace(held, counters=Counters(), ledger=ledger)
-    return held, (drop, Revert(news.round, news.fragment))
+    lost = held.counters if revert else sent
+    ledger = held.ledger.drop("rejected", lost.samples)
+    held = replace(held, counters=held.counters - lost, ledger=ledger)
+    drops = (Drop(news.round, news.fragment, "rejected", lost),) if lost.steps else ()
+    return held, (*drops, Revert(news.round, news.fragment)) if revert else drops
+
+
+def _go_back(state: LearnerState, news: News) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Every other fragment goes back to its anchor too: one step spreads what is not finite.
+
+    What was trained since, and not published, is lost with it; what was published is settled by
+    its own record.
+    """
+    effects = []
+    for index, held in enumerate(state.fragments):
+        if index == news.fragment:
+            continue
+        sent = held.outstanding.counters if held.outstanding else NOTHING
+        lost = held.counters - sent
+        if lost.steps:
+            effects.append(Drop(news.round, index, "rejected", lost))
+        effects.append(Revert(news.round, index))
+        ledger = held.ledger.drop("rejected", lost.samples)
+        state = _with_fragment(state, index, replace(held, counters=sent, ledger=ledger))
+    return replace(state, reverted_at=state.steps), tuple(effects)
 
 
 def _advance(
