@@ -1,0 +1,329 @@
+"""Whole runs under a virtual clock: drawn from seeds, and set up to show one thing each.
+
+`JDILOCO_SEEDS=17 pytest tests/protocol/test_simulation.py -k seed -s` replays a seed and prints its
+history; `JDILOCO_SEEDS=3-9` replays several.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+
+from tests.protocol.plain import events, invariants, keys, schedule
+from tests.protocol.plain import history as told
+from tests.protocol.plain import simulate as simulation
+
+Death, Faults, Plan = simulation.Death, simulation.Faults, simulation.Plan
+Fate, Held, Snapped, Worked = told.Fate, told.Held, told.Snapped, told.Worked
+scenario, simulate = simulation.scenario, simulation.simulate
+Facts, broken = invariants.Facts, invariants.broken
+
+POLL = 0.5
+LEASE = 6.0
+FEW_POLLS = 6 * POLL
+
+ASKED_FOR = os.environ.get("JDILOCO_SEEDS", "")
+
+
+def seeds() -> range:
+    first, _, last = ASKED_FOR.partition("-")
+    return range(int(first), int(last or first) + 1) if ASKED_FOR else range(200)
+
+
+def run(described: simulation.Scenario) -> tuple[told.History, invariants.Facts]:
+    """A run that has every property, and what came to lie in its mailbox."""
+    history = simulate(described)
+    found = broken(history)
+    assert not found, "\n".join(map(str, (*found, history)))
+    return history, Facts(history)
+
+
+def names(*nodes: str, **settings) -> tuple[simulation.Plan, ...]:
+    return tuple(Plan(node=node, **settings) for node in nodes)
+
+
+def later(*nodes: str, **settings) -> tuple[simulation.Plan, ...]:
+    """Nodes that start once another has created the run, and is the closer of round 0."""
+    return names(*nodes, starts=1.0, **settings)
+
+
+def when(history: told.History, kind: str, who: str) -> float:
+    """When something first befell a process."""
+    return next(e.at for e in history.of(Fate) if e.kind == kind and e.who == who)
+
+
+def gaps(facts: invariants.Facts) -> list[float]:
+    """Seconds between one record and the next."""
+    puts = [facts.record_puts[record.round].at for record in facts.in_order]
+    return [later - earlier for earlier, later in pairwise(puts)]
+
+
+# Seeds
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_every_property_holds_whatever_goes_wrong(seed):
+    history = simulate(seed)
+    if ASKED_FOR:
+        print(history)
+    found = broken(history)
+    assert not found, "\n".join(map(str, found))
+
+
+def test_a_seed_gives_one_history():
+    assert str(simulate(11)) == str(simulate(11))
+    assert str(simulate(11)) != str(simulate(12))
+
+
+def test_drawn_runs_meet_what_they_are_for():
+    """Otherwise the seeds would prove nothing about it."""
+    met: set[str] = set()
+    for seed in range(60):
+        history = simulate(seed)
+        facts = Facts(history)
+        met |= {f"fate {entry.kind}" for entry in history.of(Fate)}
+        met |= {f"ended {e.detail.split(':')[0]}" for e in history.of(Fate) if e.kind == "ended"}
+        met |= {f"dropped {event.reason}" for event in history.events(events.Dropped)}
+        met |= {f"took over: {event.because}" for event in history.events(events.TookOver)}
+        met |= {f"rejected {r.reason}" for record in facts.in_order for r in record.rejected}
+        met |= {f"void {record.void}" for record in facts.in_order}
+        met |= {f"all final {all(p.final for p in r.participants)}" for r in facts.in_order}
+    assert met >= {
+        "fate killed",
+        "fate paused",
+        "ended NodeSuperseded",
+        "ended NodeIdInUse",
+        "dropped late",
+        "dropped left",
+        "dropped overwritten",
+        "dropped rejected",
+        "took over: its lease has ended",
+        "took over: the round is overdue",
+        "rejected nonfinite",
+        "rejected empty",
+        "void True",
+        "all final True",
+    }
+
+
+# Closing
+
+
+def test_a_closer_that_dies_between_payload_and_record_is_replaced_and_the_round_commits_once():
+    """B56: within a lease timeout and a few polls."""
+    death = Death(before="0000000003.0")
+    history, facts = run(scenario(Plan(node="a", deaths=(death,)), *later("b", "c"), quorum_size=2))
+    died = when(history, "killed", "a#1")
+    record = facts.records[3]
+    assert record.closer in ("b", "c")
+    assert facts.record_puts[3].at - died <= LEASE + FEW_POLLS
+    assert any("0000000003.a." in key and key.endswith("anchor") for key in facts.puts)
+
+
+def test_a_closer_that_is_passed_over_goes_on_and_one_record_wins():
+    """B40: two nodes believe that they close, with different payloads, in every order."""
+    for seed in range(20):
+        slow = Plan(node="a", merge_seconds=6.0 + 0.05 * seed)
+        history, facts = run(scenario(slow, *later("b"), quorum_size=2, seed=seed))
+        assert history.events(events.TookOver)
+        both = {key.split(".")[1] for key in facts.puts if "/data/0000000000." in key}
+        assert both == {"a", "b"}
+
+
+def test_clocks_that_are_hours_apart_change_nothing():
+    """B57."""
+    here = names("a", "b", "c")
+    there = tuple(Plan(node=n, clock=c * 3600.0) for n, c in (("a", 5), ("b", 1), ("c", 999)))
+    faults = Faults(fail=0.03, lose=0.03, stale=0.05, until=15.0)
+    settings = {"grace_seconds": 0.5, "faults": faults, "seed": 4}
+    same = run(scenario(*here, **settings))[0]
+    assert str(same) == str(run(scenario(*there, **settings))[0])
+
+
+def test_an_outage_longer_than_the_lease_ends_nobodys_lease_and_training_goes_on():
+    plans = (Plan(node="a", steps=80), *later("b", "c", steps=80))
+    history, facts = run(scenario(*plans, outages=((10.0, 10.0 + 3 * LEASE),), quorum_size=3))
+    over = min(worked.at for worked in history.of(Worked))
+    before = [r for r in facts.in_order if facts.record_puts[r.round].at < over]
+    assert {record.closer for record in before} == {"a"}
+    for worked in history.of(Worked):
+        assert worked.seconds - worked.asleep == pytest.approx(80 * 0.5, abs=0.1)
+    for node in ("a", "b", "c"):
+        assert history.events(events.Degraded, node)
+        assert history.events(events.Recovered, node)
+    after = [r for r in before if facts.record_puts[r.round].at > 10.0 + 3 * LEASE + 4]
+    assert after
+    assert all(len(record.participants) == 3 for record in after)
+
+
+def test_a_learner_that_hangs_delays_the_others_by_one_lease_timeout():
+    """L2, after which rounds go on without it; it takes part again when it wakes up."""
+    hung = Plan(node="b", steps=60, hangs=((10, 20.0),))
+    _, facts = run(scenario(*names("a", "c", steps=100), hung, quorum_size=3, follow=0))
+    assert max(gaps(facts)) <= 2.0 + LEASE + 2 * 2.0 + FEW_POLLS  # A gap, a lease, two beats.
+    without = [r for r in facts.in_order if {p.node for p in r.participants} == {"a", "c"}]
+    assert len(without) >= 4
+    last_of_b = max(r.round for r in facts.in_order if "b" in {p.node for p in r.participants})
+    assert last_of_b > max(r.round for r in without if r.round < last_of_b)
+
+
+def test_a_round_of_contributions_that_are_not_finite_is_void_and_the_next_one_works():
+    """B63: the version stays, and what the learners held before is what they go on from."""
+    plans = names("a", "b", nan_steps=(9,))
+    _, facts = run(scenario(*plans, fragments=1, in_flight=1, overlap_steps=0, quorum_size=2))
+    void = [record for record in facts.in_order if record.void]
+    assert [record.round for record in void] == [1]
+    assert [r.reason for r in void[0].rejected] == ["nonfinite", "nonfinite"]
+    assert [r.versions[0] for r in facts.in_order[:4]] == [1, 1, 2, 3]
+    assert len(facts.records[2].participants) == 2
+
+
+def test_a_learner_that_is_not_finite_alone_is_rejected_and_changes_nothing_for_the_others():
+    """B08, S8."""
+    sick = Plan(node="b", nan_steps=(9,))
+    plans = (*names("a", "c"), sick)
+    _, facts = run(scenario(*plans, fragments=1, in_flight=1, overlap_steps=0, quorum_size=3))
+    record = facts.records[1]
+    assert [p.node for p in record.participants] == ["a", "c"]
+    assert [(r.node, r.reason) for r in record.rejected] == [("b", "nonfinite")]
+    assert [p.node for p in facts.records[2].participants] == ["a", "b", "c"]
+
+
+# Taking part
+
+
+@pytest.mark.parametrize("step", range(0, 21, 2))
+def test_a_node_that_joins_at_any_step_meets_the_current_round(step):
+    """B27."""
+    late = Plan(node="b", starts=3.0 + 0.5 * step)
+    history, facts = run(
+        scenario(Plan(node="a", steps=60), late, sync_every=4, quorum_size=2, follow=0)
+    )
+    joined = when(history, "joined", "b#1")
+    first = min(entry.key.round for entry in history.of(Snapped) if entry.key.node == "b")
+    open_then = max([r for r, put in facts.record_puts.items() if put.at < joined], default=-1) + 1
+    assert open_then <= first <= open_then + 2
+    met = [r.round for r in facts.in_order if {"a", "b"} == {p.node for p in r.participants}]
+    assert len(met) >= 10
+
+
+@pytest.mark.parametrize(("quorum_size", "share"), [(1, 0.2), (2, 0.9)])
+def test_a_node_of_half_the_speed_takes_part_until_the_end(quorum_size, share):
+    """Counted from its own first step its rounds would fall due later and later, then never."""
+    slow = Plan(node="b", steps=66, step_seconds=0.91)
+    plans = (Plan(node="a", steps=120), slow)
+    history, facts = run(scenario(*plans, quorum_size=quorum_size, follow=0))
+    over = min(worked.at for worked in history.of(Worked))
+    before = [r for r in facts.in_order if facts.record_puts[r.round].at < over]
+    with_b = [r for r in before if "b" in {p.node for p in r.participants}]
+    assert len(with_b) >= share * len(before)
+    assert with_b[-1].round >= before[-1].round - 4
+
+
+def test_standard_diloco_follows_the_formula_in_lock_step():
+    settings = {"fragments": 1, "in_flight": 1, "overlap_steps": 0, "quorum_size": 3}
+    history, facts = run(scenario(*names("a", "b", "c"), **settings))
+    assert len(facts.in_order) == 40 // 8
+    for record in facts.in_order:
+        assert [p.node for p in record.participants] == ["a", "b", "c"]
+        for who in record.participants:
+            found = facts.delta(record, who)
+            assert found is not None
+            assert found[1].stop == schedule.due(record.round, sync_every=8, fragments=1)
+    assert not history.events(events.Dropped)
+
+
+def test_the_steps_since_the_last_round_are_merged_when_the_run_flushes_and_dropped_when_not():
+    """B30."""
+    plans = names("a", "b", steps=10, leave_with_run=True)
+    settings = {"sync_every": 4, "fragments": 1, "in_flight": 1, "overlap_steps": 0}
+    history, facts = run(scenario(*plans, **settings, quorum_size=2, flush=True))
+    assert [p.counters.steps for p in facts.in_order[-1].participants] == [2, 2]
+    assert all(p.final for p in facts.in_order[-1].participants)
+    held = {entry.who: entry.value for entry in history.of(Held)}
+    assert held["a#1"] == held["b#1"] == facts.value(facts.in_order[-1], 0)
+
+    history, facts = run(scenario(*plans, **settings, quorum_size=2, flush=False))
+    assert len(facts.in_order) == 2
+    drops = history.events(events.Dropped)
+    assert {(drop.node, drop.reason, drop.steps) for drop in drops} == {
+        ("a", "left", 2),
+        ("b", "left", 2),
+    }
+
+
+def test_a_last_round_with_fewer_learners_says_so_in_its_record():
+    """B36."""
+    plans = (*names("a", "b", "c", steps=16), Plan(node="d", steps=48))
+    _, facts = run(scenario(*plans, fragments=1, in_flight=1, quorum_size=4))
+    first, last = facts.in_order[0], facts.in_order[-1]
+    assert (len(first.participants), first.expected) == (4, 4)
+    assert (len(last.participants), last.expected) == (1, 1)
+    assert last.closer == "d"
+
+
+# Leaving
+
+
+def test_when_everybody_has_finished_and_the_quorum_is_out_of_reach_all_end_within_a_few_polls():
+    """B34."""
+    for with_run in (False, True):
+        plans = names("a", "b", steps=20, leave_with_run=with_run)
+        history, _ = run(scenario(*plans, quorum_size=9, round_seconds=3600.0))
+        finished = max(worked.at for worked in history.of(Worked))
+        assert history.entries[-1].at - finished <= 2 * FEW_POLLS
+
+
+def test_closers_that_leave_one_after_another_do_not_stop_the_others():
+    plans = (Plan(node="a", steps=14), *later("b", steps=24), *later("c", steps=60))
+    history, facts = run(scenario(*plans, quorum_size=3))
+    assert {record.closer for record in facts.in_order} >= {"a", "c"}
+    assert max(gaps(facts)) < 2.0 + LEASE  # They say that they leave: nobody waits for their lease.
+    assert not [e for e in history.of(Fate) if e.kind == "ended" and e.detail != "finished"]
+
+
+def test_a_node_that_cannot_close_leaves_the_closing_to_others():
+    plans = (Plan(node="a"), Plan(node="b", can_close=False, starts=1.0))
+    _, facts = run(scenario(*plans, quorum_size=2))
+    assert {record.closer for record in facts.in_order} == {"a"}
+
+
+# Creating
+
+
+def test_two_nodes_that_start_at_once_train_one_run():
+    for seed in range(20):
+        history, facts = run(scenario(*names("a", "b", "c"), seed=seed, latency_seconds=0.1))
+        assert len(history.events(events.RunCreated)) == 1
+        assert {p.node for r in facts.in_order for p in r.participants} == {"a", "b", "c"}
+
+
+def test_a_creator_that_dies_half_way_is_followed_by_the_next_after_its_lease():
+    death = Death(before=keys.MANIFEST)
+    plans = (Plan(node="a", deaths=(death,)), Plan(node="b", starts=0.1))
+    history, facts = run(scenario(*plans))
+    died = when(history, "killed", "a#1")
+    assert [event.node for event in history.events(events.RunCreated)] == ["b"]
+    assert LEASE <= facts.puts[keys.MANIFEST].at - died + 0.5 <= LEASE + FEW_POLLS
+
+
+def test_a_node_that_sleeps_for_longer_than_its_lease_takes_part_again():
+    """Nothing it was about to do when it fell asleep does harm, closing included."""
+    for at in (5.0, 6.3, 7.1, 8.0, 9.9):
+        sleeper = Plan(node="a", steps=80, pauses=((at, 3 * LEASE),))
+        history, facts = run(scenario(sleeper, *names("b", steps=80), quorum_size=2))
+        assert any(event.node == "b" for event in history.events(events.TookOver))
+        newest = [r for r in facts.in_order if facts.record_puts[r.round].at > at + 3 * LEASE + 4]
+        assert any("a" in {p.node for p in record.participants} for record in newest)
+
+
+def test_the_older_of_two_lives_stops_and_nothing_is_merged_twice():
+    twin = Plan(node="b", steps=80, pauses=((6.0, 14.0),), again=(7.0,))
+    history, facts = run(scenario(Plan(node="a", steps=80), twin))
+    ends = {entry.who: entry.detail for entry in history.of(Fate) if entry.kind == "ended"}
+    assert ends["b#1"].startswith("NodeSuperseded")
+    assert ends["b#2"] == "finished"
+    lives = {p.incarnation for r in facts.in_order for p in r.participants if p.node == "b"}
+    assert 2 in lives
