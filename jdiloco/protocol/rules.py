@@ -26,7 +26,7 @@ class Rules:
     def steps_ahead(self) -> float:
         """Steps that a learner can be ahead of the newest commit it holds."""
         flight = self.in_flight * self.sync_every / self.fragments
-        return flight if self.overlap_steps is None else min(flight, self.overlap_steps)
+        return flight if self.overlap_steps is None else min(flight, float(self.overlap_steps))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
