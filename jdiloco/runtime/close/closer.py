@@ -14,8 +14,8 @@ import numpy as np
 from jdiloco.algo.merges import CUT_OFF, FLOOR, Merge, rda_kernel, weighted_mean_kernel
 from jdiloco.errors import UsageError
 from jdiloco.runtime.close import kernels
-from jdiloco.runtime.close.layout import ROW, lay_out
-from jdiloco.runtime.close.pool import POOL, Pool
+from jdiloco.runtime.close.layout import ROW, Block, lay_out
+from jdiloco.runtime.close.received import Staging, Window, common_dtype, window
 from jdiloco.types import TensorSpec
 
 GROUPS = (4, 8)
@@ -24,16 +24,19 @@ GROUPS = (4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One contribution, copied to where a close reads it; its memory is used again once dropped."""
+    """One contribution, looked at once. Holds on to the received memory until it is dropped."""
 
-    blocks: tuple[np.ndarray, ...]  # In the delta's dtype; fp32 where a block mixes two.
+    tensors: tuple[np.ndarray, ...]  # Flat, in the order of the specs, as received.
+    windows: tuple[Window | None, ...]  # Per block; None where tensors have to be gathered.
     norms: np.ndarray  # shape=(tensors,), float64. Euclidean, over each whole tensor.
     finite: bool  # False if any element is not; such a contribution must not be closed over.
 
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """What a round left. Read-only views of the closer's memory, good until its next close or load.
+    """What a round left. Read-only views of the closer's memory: drop them before its next close.
+
+    (A view that is still held is not changed; the next close then has to copy the fragment.)
 
     `anchor` is in the parameters' dtypes, what is committed; `momentum` is fp32; `master` is fp32
     and holds the bf16 and fp16 parameters only, since an fp32 anchor is its own master.
@@ -45,6 +48,16 @@ class Closed:
     mean_cosine: float
 
 
+@dataclasses.dataclass
+class _Held:
+    """The arrays of a fragment: all tensors in rows, made by programs and donated to them."""
+
+    master: jax.Array  # fp32; for fp32 parameters the anchor.
+    momentum: jax.Array
+    u: jax.Array  # Of the last round; its memory is what is kept.
+    narrowed: dict[str, jax.Array]  # By dtype: the anchor of bf16 and fp16 parameters.
+
+
 class FragmentCloser:
     """Anchor, master and momentum of one fragment, and the round that moves them.
 
@@ -52,29 +65,15 @@ class FragmentCloser:
     """
 
     def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        merge: Merge,
-        *,
-        outer_lr: float,
-        outer_momentum: float,
-        pool: Pool = POOL,
+        self, specs: Sequence[TensorSpec], merge: Merge, *, outer_lr: float, outer_momentum: float
     ) -> None:
-        self._layout = layout = lay_out(specs)
-        self._pool = pool
+        self._layout = lay_out(specs)
+        self._staging = Staging(self._layout.block_rows)
         self._direct = np.array([_is_direct(merge, spec.name) for spec in specs], bool)
         self._learning_rate = np.float64(outer_lr)
         self._beta = np.float64(outer_momentum)
-        shape = (layout.blocks, layout.block_rows, ROW)
-        self._master = kernels.aligned_zeros(shape, np.float32)
-        self._momentum = kernels.aligned_zeros(shape, np.float32)
-        self._narrow = {
-            dtype: kernels.aligned_zeros(shape, dtype)
-            for dtype in ("bfloat16", "float16")
-            if any(spec.dtype == dtype for spec in specs)
-        }
-        self._u: list[jax.Array] = []  # Made by the first close.
-        self._loaded = False
+        self._narrowed = [d for d in ("bfloat16", "float16") if any(s.dtype == d for s in specs)]
+        self._held: _Held | None = None
 
     def load(
         self,
@@ -87,54 +86,50 @@ class FragmentCloser:
         `values` are the committed anchors in the parameters' dtypes, `momentum` is fp32 (None:
         zero), `master` fp32 for bf16 and fp16 parameters (None: the values, widened).
         """
-        self._momentum.fill(0)
+        specs = self._layout.specs
+        masters = {
+            spec.name: values[spec.name]
+            if master is None or spec.dtype not in self._narrowed
+            else master[spec.name]
+            for spec in specs
+        }
+        u = None if self._held is None else self._held.u
+        with kernels.on_host():
+            self._held = _Held(
+                self._whole(masters, "float32"),
+                self._whole(momentum or {}, "float32"),
+                self._whole({}, "float32") if u is None else u,
+                {dtype: self._whole({}, dtype) for dtype in self._narrowed},
+            )
+
+    def _whole(self, tensors: Mapping[str, np.ndarray], dtype: str) -> jax.Array:
+        """All tensors in one array; missing ones are zero."""
+        whole = kernels.aligned_zeros((self._layout.rows, ROW), dtype)
         for index, spec in enumerate(self._layout.specs):
-            narrow = self._narrow.get(spec.dtype)
-            if narrow is not None:
-                self._layout.part(index, narrow)[...] = values[spec.name].reshape(-1)
-            widened = values if narrow is None or master is None else master
-            self._layout.part(index, self._master)[...] = widened[spec.name].reshape(-1)
-            if momentum is not None:
-                held = self._layout.part(index, self._momentum)
-                held[...] = momentum[spec.name].reshape(-1)
-        self._loaded = True
+            if spec.name in tensors:
+                self._layout.tensor(index, whole)[...] = tensors[spec.name]
+        return kernels.owned(whole)
 
     def measure(self, delta: Mapping[str, np.ndarray]) -> Measured:
         """Norms of a contribution and whether it is finite: one pass, when it arrives.
 
         `delta` holds fp32, bf16 or fp16 arrays in the parameters' shapes, at any address.
         """
-        tensors = [_flat(delta, spec) for spec in self._layout.specs]
+        tensors = tuple(_flat(delta, spec) for spec in self._layout.specs)
         sums = np.zeros(len(tensors) + 1)
-        blocks = [self._gather(0, tensors)]
+        windows: list[Window | None] = []
 
-        def start(block: int) -> jax.Array:
-            # One block ahead: bytes just written lie in this core's own cache, and the program
-            # runs on another core, which gets them faster once they have left it.
-            if block + 1 < self._layout.blocks:
-                blocks.append(self._gather(block + 1, tensors))
-            return kernels.squares(blocks[block])
+        def start(block: Block) -> jax.Array:
+            dtype = common_dtype(block, [tensors])
+            windows.append(window(block, tensors, dtype))
+            slot = len(windows) % 2  # The block before is still being read.
+            shown = windows[-1] or self._staging.gather(block, tensors, dtype, slot)
+            return kernels.squares(*shown, block.valid)
 
         with kernels.on_host():
-            self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
+            self._each_block(start, lambda block, rows: block.add_rows(sums, rows))
         norms = np.sqrt(sums[:-1])
-        measured = Measured(tuple(blocks), norms, bool(np.isfinite(norms).all()))
-        self._pool.give_back_after(measured, blocks)
-        return measured
-
-    def _gather(self, block: int, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        segments = self._layout.segments[block]
-        dtypes = {tensors[segment.tensor].dtype for segment in segments}
-        dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-        gathered = self._pool.take((self._layout.block_rows, ROW), dtype)
-        flat = gathered.reshape(-1)
-        end = 0
-        for segment in segments:
-            flat[segment.target] = tensors[segment.tensor][segment.source]
-            flat[segment.padding] = 0  # The pool's memory holds what it held last.
-            end = segment.padding.stop
-        flat[end:] = 0
-        return gathered
+        return Measured(tensors, tuple(windows), norms, bool(np.isfinite(norms).all()))
 
     def close(
         self, contributions: Sequence[Measured], weights: Sequence[float], *, final: bool = False
@@ -145,110 +140,113 @@ class FragmentCloser:
         momentum stays. Contributions come in canonical order, since their order shows in the
         last bit. One contribution under the weighted mean is Δ itself, bit for bit.
         """
-        assert self._loaded, "`load` comes before `close`"
+        assert self._held is not None, "`load` comes before `close`"
         assert len(contributions) == len(weights) > 0
         assert all(one.finite for one in contributions)
-        self._loaded = False
+        held, self._held = self._held, None  # Until it is whole again.
         total = sum(weights)
         shares = np.array([weight / total for weight in weights])
         norms = np.stack([one.norms for one in contributions])
         coefficients = shares[:, None] / np.where(self._direct, 1.0, np.maximum(norms, FLOOR))
         with kernels.on_host():
-            u_norms = self._combine([one.blocks for one in contributions], coefficients)
-            self._step(self._scale(shares @ norms, u_norms), final)
-        self._check_range()
-        self._loaded = True
-        return self._closed(self._cosine(coefficients * norms, u_norms))
+            u_norms = self._combine(held, contributions, coefficients)
+            self._step(held, self._scale(shares @ norms, u_norms), final)
+            closed = self._closed(held, self._cosine(coefficients * norms, u_norms))
+        self._held = held
+        return closed
 
     def _scale(self, radius: np.ndarray, u_norms: np.ndarray) -> np.ndarray:
         """What turns u into the merged delta: r̄/‖u‖, and 1 for tensors merged directly."""
         length = np.where(u_norms < CUT_OFF, np.inf, u_norms)
         return np.where(self._direct, 1.0, radius / length)
 
-    def _combine(self, deltas, coefficients: np.ndarray) -> np.ndarray:
+    def _combine(
+        self, held: _Held, contributions: Sequence[Measured], coefficients: np.ndarray
+    ) -> np.ndarray:
         """Fills u block by block and returns its norm per tensor, in float64."""
         sums = np.zeros(len(self._direct) + 1)
         coefficients = _with_padding(coefficients)
-        if not self._u:
-            self._u = [self._scratch(np.float32) for _ in range(self._layout.blocks)]
 
-        def start(block: int) -> jax.Array:
-            self._u[block] = self._combine_block(block, deltas, coefficients)
-            return kernels.squares(self._u[block])
+        def start(block: Block) -> jax.Array:
+            self._combine_block(held, block, contributions, block.per_row(coefficients))
+            return kernels.squares_of_state(held.u, block.row, block.valid)
 
-        self._each_block(start, lambda block, rows: self._layout.add_rows(sums, block, rows))
+        self._each_block(start, lambda block, rows: block.add_rows(sums, rows))
         return np.sqrt(sums[:-1])
 
-    def _combine_block(self, block: int, deltas, coefficients: np.ndarray) -> jax.Array:
-        group = next((size for size in GROUPS if size >= len(deltas)), GROUPS[-1])
-        per_row = self._layout.per_row(block, coefficients)
-        blocks = _of_one_dtype([one[block] for one in deltas])
-        if len(blocks) <= group:
-            return kernels.combine(self._u[block], *_padded(per_row, blocks, group))
-        total = self._scratch(np.float64)
-        for start in range(0, len(blocks), group):
+    def _combine_block(
+        self, held: _Held, block: Block, contributions: Sequence[Measured], per_row: np.ndarray
+    ) -> None:
+        count = len(contributions)
+        group = next((size for size in GROUPS if size >= count), GROUPS[-1])
+        dtype = common_dtype(block, [one.tensors for one in contributions])
+        if count <= group:
+            windows = self._windows(block, contributions, dtype, held.u)
+            held.u = kernels.combine(held.u, block.row, *_padded(per_row, block, windows, group))
+            return
+        total = jnp.zeros((self._layout.block_rows, ROW), np.float64)
+        for start in range(0, count, group):
             members = slice(start, start + group)
-            total = kernels.accumulate(total, *_padded(per_row[members], blocks[members], group))
-        return kernels.narrow(self._u[block], total)
+            windows = self._windows(block, contributions[members], dtype, (held.u, total))
+            total = kernels.accumulate(total, *_padded(per_row[members], block, windows, group))
+        held.u = kernels.replace(held.u, block.row, total)
 
-    def _step(self, scale: np.ndarray, final: bool) -> None:
-        free = [kernels.Stepped(*(self._scratch(np.float32) for _ in "ab")) for _ in range(2)]
-        narrowed = {dtype: self._scratch(dtype) for dtype in self._narrow}
+    def _windows(
+        self, block: Block, contributions: Sequence[Measured], dtype: np.dtype, pending: Any
+    ) -> list[Window]:
+        """A block of each contribution; `pending` is what was computed from the windows before."""
+        index = int(block.row) // self._layout.block_rows
+        windows: list[Window] = []
+        for slot, one in enumerate(contributions):
+            shown = one.windows[index]
+            if shown is None or shown.memory.dtype != dtype:
+                jax.block_until_ready(pending)  # It may still read what the slot held.
+                shown = self._staging.gather(block, one.tensors, dtype, slot)
+            windows.append(shown)
+        return windows
+
+    def _step(self, held: _Held, scale: np.ndarray, final: bool) -> None:
+        # The momentum has no part in a final round: Θ − 1·(Δ + 0·m) is Θ − Δ to the bit.
+        rate, beta = (np.float64(1), np.float64(0)) if final else (self._learning_rate, self._beta)
         scales = _with_padding(scale[None])
+        for block in self._layout.blocks:
+            row, rows = block.row, block.per_row(scales)[0]
+            if not final:
+                held.momentum = kernels.step_momentum(held.momentum, row, held.u, rows, beta)
+            held.master = kernels.step_anchor(
+                held.master, row, held.momentum, held.u, rows, rate, beta
+            )
+            for dtype, narrowed in held.narrowed.items():
+                held.narrowed[dtype] = kernels.narrow(narrowed, row, held.master, rows)
 
-        def start(block: int) -> kernels.Stepped:
-            rows = self._layout.per_row(block, scales)[0]
-            arguments = (self._master[block], self._momentum[block], self._u[block], rows)
-            if final:
-                return kernels.final_step(free.pop(), *arguments)
-            return kernels.outer_step(free.pop(), *arguments, self._learning_rate, self._beta)
-
-        def finish(block: int, stepped: kernels.Stepped) -> None:
-            for dtype, held in self._narrow.items():
-                narrowed[dtype] = kernels.narrow(narrowed[dtype], stepped.anchor)
-                held[block] = np.asarray(narrowed[dtype])
-            self._master[block] = np.asarray(stepped.anchor)
-            self._momentum[block] = np.asarray(stepped.momentum)
-            free.append(stepped)
-
-        self._each_block(start, finish)
-
-    def _each_block(self, start: Callable[[int], Any], finish: Callable[[int, Any], None]) -> None:
+    def _each_block(
+        self, start: Callable[[Block], Any], finish: Callable[[Block, Any], None]
+    ) -> None:
         """Starts a block before it finishes the one before.
 
-        Programs run on threads of JAX's own, so the copies that the two functions make pass
-        while the arithmetic of the neighbouring block is under way.
+        Programs run on threads of JAX's own, so what the two functions do passes while the
+        arithmetic of the neighbouring block is under way.
         """
-        started = start(0)
-        for block in range(1, self._layout.blocks):
+        first, *others = self._layout.blocks
+        before, started = first, start(first)
+        for block in others:
             following = start(block)
-            finish(block - 1, started)
-            started = following
-        finish(self._layout.blocks - 1, started)
+            finish(before, started)
+            before, started = block, following
+        finish(before, started)
 
-    def _check_range(self) -> None:
+    def _closed(self, held: _Held, mean_cosine: float) -> Closed:
+        wholes = {dtype: np.asarray(whole) for dtype, whole in held.narrowed.items()}
+        master, momentum = np.asarray(held.master), np.asarray(held.momentum)
+        closed = Closed({}, {}, {}, mean_cosine)
         for index, spec in enumerate(self._layout.specs):
-            if spec.dtype != "float16":
-                continue
-            bits = self._layout.part(index, self._narrow["float16"]).view(np.uint16)
-            if bits.size and np.max(bits & 0x7FFF) >= 0x7C00:
-                raise UsageError(
-                    f"`{spec.name}` left the range of float16 in this round. "
-                    "Hold the parameter in bfloat16 or float32, or lower `outer_lr`."
-                )
-
-    def _closed(self, mean_cosine: float) -> Closed:
-        anchor: dict[str, np.ndarray] = {}
-        momentum: dict[str, np.ndarray] = {}
-        master: dict[str, np.ndarray] = {}
-        for index, spec in enumerate(self._layout.specs):
-            held = self._layout.tensor(index, self._master)
-            if spec.dtype in self._narrow:
-                master[spec.name] = held
-                held = self._layout.tensor(index, self._narrow[spec.dtype])
-            anchor[spec.name] = held
-            momentum[spec.name] = self._layout.tensor(index, self._momentum)
-        return Closed(anchor, momentum, master, mean_cosine)
+            closed.momentum[spec.name] = self._layout.tensor(index, momentum)
+            closed.anchor[spec.name] = self._layout.tensor(index, wholes.get(spec.dtype, master))
+            if spec.dtype in wholes:
+                closed.master[spec.name] = self._layout.tensor(index, master)
+            if spec.dtype == "float16":
+                _check_range(spec.name, closed.anchor[spec.name])
+        return closed
 
     def _cosine(self, lengths: np.ndarray, u_norms: np.ndarray) -> float:
         """Mean cosine over all pairs of contributions, and over tensors by their size.
@@ -265,31 +263,30 @@ class FragmentCloser:
         sizes = np.array([spec.size for spec in self._layout.specs])[counted]
         return float(np.clip(np.average(cosines, weights=sizes), -1.0, 1.0))
 
-    def _scratch(self, dtype) -> jax.Array:
-        return jnp.zeros((self._layout.block_rows, ROW), dtype)
-
 
 def _with_padding(values: np.ndarray) -> np.ndarray:
     """Values per tensor, (n, tensors), and a 0 for the rows where none lies."""
     return np.pad(values, ((0, 0), (0, 1)))
 
 
-def _padded(per_row: np.ndarray, blocks: list, group: int) -> list:
-    """Coefficients and blocks of a group, filled up to its size.
+def _padded(per_row: np.ndarray, block: Block, windows: list[Window], group: int) -> list:
+    """Coefficients, valid elements and windows of a group, filled up to its size.
 
-    A pad is the last block once more with coefficient 0: a pad of its own would be another stream
+    A pad is the last window once more with coefficient 0: a pad of its own would be another stream
     of memory, and −0.0 + 0·(−0.0) is still −0.0.
     """
     coefficients = kernels.aligned_zeros((group, per_row.shape[1]), np.float64)
-    coefficients[: len(blocks)] = per_row
-    return [coefficients, *blocks, *blocks[-1:] * (group - len(blocks))]
+    coefficients[: len(windows)] = per_row
+    return [coefficients, block.valid, *windows, *windows[-1:] * (group - len(windows))]
 
 
-def _of_one_dtype(blocks: list[np.ndarray]) -> list[np.ndarray]:
-    """Widened where contributions differ, which no run of one configuration produces."""
-    if len({block.dtype for block in blocks}) == 1:
-        return blocks
-    return [block.astype(np.float32) for block in blocks]
+def _check_range(name: str, anchor: np.ndarray) -> None:
+    bits = anchor.view(np.uint16)  # NumPy compares integers many times faster than float16.
+    if bits.size and np.max(bits & 0x7FFF) >= 0x7C00:
+        raise UsageError(
+            f"`{name}` left the range of float16 in this round. "
+            "Hold the parameter in bfloat16 or float32, or lower `outer_lr`."
+        )
 
 
 def _is_direct(merge: Merge, name: str) -> bool:
