@@ -14,9 +14,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from jdiloco import events
-from jdiloco.protocol.keys import MANIFEST, ContributionKey, Keys, RecordKey
+from jdiloco.protocol.keys import MANIFEST, BeatKey, ContributionKey, Keys, RecordKey
 from jdiloco.protocol.records import (
     DROPS,
     REJECTIONS,
@@ -41,6 +42,7 @@ from jdiloco.testing.simulate.history import (
     Snapped,
     Stored,
     Took,
+    Worked,
 )
 from jdiloco.testing.simulate.scenario import NO_FAULTS, Scenario
 from jdiloco.testing.simulate.values import Delta
@@ -393,6 +395,13 @@ def l1_every_round_gets_a_record(facts: Facts) -> Violations:
         waited = min(put.at if put else end, end) - since
         if waited > limit:
             yield f"round {round} waited for {waited:.1f} s, the limit is {limit:.1f} s"
+    trained = [entry.at for entry in history.of(Worked)]
+    joined = [entry.at for entry in history.of(Fate) if entry.kind == "joined"]
+    moments = [put.at for put in facts.record_puts.values()]
+    for before, after in pairwise([min(joined, default=0.0), *moments, float("inf")]):
+        idle = min(after, max(trained, default=0.0)) - max(before, calm)
+        if idle > limit:
+            yield f"learners trained for {idle:.1f} s without a record, the limit is {limit:.1f} s"
 
 
 def _patience(scenario: Scenario) -> float:
@@ -431,6 +440,44 @@ def _first_reports(facts: Facts) -> dict[int, float]:
     return first
 
 
+def l2_only_silence_ends_a_lease(facts: Facts) -> Violations:
+    """L2: nobody takes over for a lease that has ended while its owner's beats came in.
+
+    Time in which the store did not answer does not count.
+    """
+    scenario = facts.history.scenario
+    slack = 3 * scenario.poll_seconds + 4 * scenario.latency_seconds
+    stale = scenario.faults.stale_seconds if scenario.faults.stale else 0.0
+    for entry in facts.history.of(Happened):
+        event = entry.event
+        if not isinstance(event, events.TookOver) or "lease" not in event.because:
+            continue
+        beats = [beat for beat in _beats(facts, event.closer) if beat[0] <= entry.at]
+        left = any(key.phase == "left" for _, key in beats)
+        last = max([at for at, _ in beats], default=0.0)
+        out = sum(max(0.0, min(e, entry.at) - max(s, last)) for s, e in scenario.outages)
+        silent = entry.at - last - out
+        superseded = _higher_life(facts, event.closer, entry.at)
+        if not left and not superseded and silent < scenario.rules.lease_seconds - slack - stale:
+            yield f"{event.node} took over from {event.closer} after {silent:.1f} s of silence"
+
+
+def _beats(facts: Facts, life: str) -> list[tuple[float, BeatKey]]:
+    prefix = f"{facts.keys.log}live/{life}."
+    found = [(put.at, facts.keys.parse(name)) for name, put in facts.puts.items()]
+    return [
+        (at, key)
+        for at, key in found
+        if isinstance(key, BeatKey) and facts.keys.beat(key).startswith(prefix)
+    ]
+
+
+def _higher_life(facts: Facts, life: str, at: float) -> bool:
+    node, _, number = life.rpartition(".")
+    put = facts.puts.get(facts.keys.incarnation(node, int(number) + 1))
+    return put is not None and put.at <= at
+
+
 def l3_training_is_never_blocked_nor_ended_by_the_store(facts: Facts) -> Violations:
     """L3: a node that has joined ends by itself, superseded or killed; and asks in moderation."""
     joined: set[str] = set()
@@ -454,6 +501,7 @@ PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "S7": s7_every_ledger_adds_up,
     "S8": s8_bad_contributions_are_rejected,
     "L1": l1_every_round_gets_a_record,
+    "L2": l2_only_silence_ends_a_lease,
     "L3": l3_training_is_never_blocked_nor_ended_by_the_store,
 }
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from jdiloco.protocol.member import close, follow, listen
     from jdiloco.testing import invariants, simulate
-    from jdiloco.testing.simulate import control, history, mailbox
+    from jdiloco.testing.simulate import control, history, mailbox, node, values
 else:
 
     def _of_ours(name: str) -> bool:
@@ -78,6 +78,8 @@ else:
         control,
         history,
         mailbox,
+        node,
+        values,
     ) = _import(
         "errors",
         "events",
@@ -98,6 +100,8 @@ else:
         "testing.simulate.control",
         "testing.simulate.history",
         "testing.simulate.mailbox",
+        "testing.simulate.node",
+        "testing.simulate.values",
     )
 
 __all__ = [
@@ -116,8 +120,10 @@ __all__ = [
     "listen",
     "mailbox",
     "member",
+    "node",
     "records",
     "schedule",
     "simulate",
     "sweep",
+    "values",
 ]

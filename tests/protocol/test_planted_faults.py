@@ -1,0 +1,335 @@
+"""The properties are worth something if they find faults: each of these is planted and found.
+
+The number beside a fault is how many seeds are tried until one shows it. Where the default draw
+would need luck, the runs are of a kind in which the fault matters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from tests.protocol.plain import (
+    close,
+    closing,
+    follow,
+    invariants,
+    learner,
+    lease,
+    mailbox,
+    member,
+    node,
+    schedule,
+    simulate,
+    sweep,
+    values,
+)
+
+Plan, Faults = simulate.Plan, simulate.Faults
+Patch = pytest.MonkeyPatch
+
+FAULTY = Faults(fail=0.05, lose=0.08, late=0.08, taken=0.05, stale=0.1, until=25.0)
+
+
+def drawn() -> Iterator[simulate.Scenario]:
+    seed = 0
+    while True:
+        yield simulate.draw(seed)
+        seed += 1
+
+
+def of_two(**settings) -> Iterator[simulate.Scenario]:
+    """Runs of two nodes on a bad store, one of which closes slowly and sleeps now and then."""
+    seed = 0
+    while True:
+        first = Plan(node="a", steps=50, merge_seconds=0.5, pauses=((9.0 + seed % 5, 9.0),))
+        plans = (first, Plan(node="b", steps=50, starts=0.5))
+        chosen = {"faults": FAULTY, "checkpoint_every": 2, **settings}
+        yield simulate.scenario(*plans, seed=seed, **chosen)
+        seed += 1
+
+
+def late_answers() -> Iterator[simulate.Scenario]:
+    """Writes land while somebody asks whether they have."""
+    faults = Faults(late=0.3, late_seconds=2.5, until=60.0)
+    return of_two(faults=faults, latency_seconds=0.1)
+
+
+def failing_uploads() -> Iterator[simulate.Scenario]:
+    """The store is gone for longer than an upload is tried."""
+    plans = (Plan(node="a", steps=160), Plan(node="b", steps=160, starts=0.5))
+    for seed in range(1000):
+        yield simulate.scenario(*plans, quorum_size=2, outages=((10.0, 20.0),), seed=seed)
+
+
+def a_late_joiner() -> Iterator[simulate.Scenario]:
+    """One joins after many rounds, and rounds want both."""
+    plans = (Plan(node="a", steps=300), Plan(node="b", steps=150, starts=60.0))
+    for seed in range(1000):
+        yield simulate.scenario(*plans, quorum_size=2, follow=0, seed=seed)
+
+
+def a_hung_learner() -> Iterator[simulate.Scenario]:
+    plans = (Plan(node="a", steps=200), Plan(node="b", starts=0.5, hangs=((12, 80.0),)))
+    for seed in range(1000):
+        yield simulate.scenario(*plans, quorum_size=2, seed=seed)
+
+
+def an_outage() -> Iterator[simulate.Scenario]:
+    plans = tuple(Plan(node=node, steps=80) for node in "abc")
+    for seed in range(1000):
+        yield simulate.scenario(*plans, outages=((10.0, 28.0),), seed=seed)
+
+
+def found_by(runs: Iterator[simulate.Scenario], seeds: int) -> set[str]:
+    """The properties that the first of these runs with a violation does not have."""
+    for scenario, _ in zip(runs, range(seeds), strict=False):
+        if names := {broken.name for broken in invariants.broken(simulate.simulate(scenario))}:
+            return names
+    return set()
+
+
+# The faults
+
+
+def no_read_back(patch: Patch) -> None:
+    """A record write without an answer counts as done."""
+    sent = member._HANDLERS[close.fx.RecordSent]
+
+    def believe(turn, event):
+        sent(turn, dataclasses.replace(event, created=event.created is None or event.created))
+
+    patch.setitem(member._HANDLERS, close.fx.RecordSent, believe)
+
+
+def taken_counts_as_ours(patch: Patch) -> None:
+    """A record write that was refused counts as done: somebody wrote it, after all."""
+    sent = member._HANDLERS[close.fx.RecordSent]
+
+    def believe(turn, event):
+        sent(turn, dataclasses.replace(event, created=event.created is not None))
+
+    patch.setitem(member._HANDLERS, close.fx.RecordSent, believe)
+
+
+def store_ignores_the_condition(patch: Patch) -> None:
+    """Only for records, and so past the check at the start of a session."""
+    put = mailbox.Mailbox.put
+
+    def overwrite(self, who, key, data):
+        if key.endswith(".0") and "/log/" in key and key in self.objects:
+            self.remove(who, key)
+        return put(self, who, key, data)
+
+    patch.setattr(mailbox.Mailbox, "put", overwrite)
+
+
+def learner_aligns_before_the_commit_is_confirmed(patch: Patch) -> None:
+    """A closer hands its result to its own learner when it sends the record."""
+    write = follow.write
+
+    def act_at_once(turn, data):
+        write(turn, data)
+        follow.take_record(turn, data)
+
+    patch.setattr(close, "write", act_at_once)
+
+
+def contested_keys_are_deleted(patch: Patch) -> None:
+    """Sweeping takes old round records too."""
+    swept = sweep.sweep
+
+    def too_much(shelf, keys, rules, *, round, heads):
+        shelf, doomed, prefixes = swept(shelf, keys, rules, round=round, heads=heads)
+        return shelf, (*doomed, keys.record(round - 4)) if round >= 4 else doomed, prefixes
+
+    patch.setattr(follow.sweep, "sweep", too_much)
+
+
+def payloads_of_open_rounds_are_swept(patch: Patch) -> None:
+    """What no record names counts as garbage, before its round has a record."""
+    sent = member._HANDLERS[close.fx.RecordSent]
+
+    def clean_up(turn, event):
+        state = turn.state
+        sent(turn, event)
+        if event.created is None and state.attempted:
+            turn.add(close.fx.Delete(state.attempted))
+
+    patch.setitem(member._HANDLERS, close.fx.RecordSent, clean_up)
+
+
+def a_new_record_is_computed_in_doubt(patch: Patch) -> None:
+    """While the outcome of a write is open, other bytes are sent than before."""
+
+    def other_bytes(turn, data):
+        state = turn.state
+        key = state.keys.record(state.closing.round)
+        record = close.chains.RoundRecord
+        before = member.follow.unseal(key, data, record)
+        again = msgspec.structs.replace(before, expected=before.expected + 1)
+        follow_write(turn, follow_seal(key, again))
+
+    follow_write = follow.write
+    follow_seal = close.seal
+    patch.setattr(follow, "write", other_bytes)
+    patch.setattr(follow, "take_record", _take_by_write_id(follow.take_record))
+
+
+def _take_by_write_id(take: Callable) -> Callable:
+    """Goes on from what is held in memory when node and incarnation are its own."""
+
+    def take_record(turn, data):
+        state = turn.state
+        mine = state.closing.record
+        if mine:
+            key = state.keys.record(state.closing.round)
+            kind = close.chains.RoundRecord
+            read, held = (member.follow.unseal(key, d, kind) for d in (data, mine))
+            data = mine if read.write_id == held.write_id else data
+        take(turn, data)
+
+    return take_record
+
+
+def more_in_flight_than_fragments(patch: Patch) -> None:
+    """A learner publishes a fragment again before it has aligned it."""
+    patch.setattr(learner, "_may_publish", lambda state, held: True)
+
+
+def stale_contributions_are_accepted(patch: Patch) -> None:
+    """The same, and closers do not compare the version that a contribution was made against."""
+    more_in_flight_than_fragments(patch)
+    real = values.check
+
+    def lenient(found, key, keys, specs, *, fragment, version, delta_dtype):
+        del version
+        now = found.head.version
+        real(found, key, keys, specs, fragment=fragment, version=now, delta_dtype=delta_dtype)
+
+    patch.setattr(values, "check", lenient)
+
+
+def rounds_are_due_by_the_first_step(patch: Patch) -> None:
+    """Counted from a node's own start: one that joins late is not due for as long as it missed."""
+
+    def wants(state, held):
+        del held
+        rules = state.rules
+        due = schedule.due(state.next_round, sync_every=rules.sync_every, fragments=rules.fragments)
+        return state.steps >= due and not state.finishing
+
+    patch.setattr(learner, "_wants_to_publish", wants)
+    patch.setattr(learner, "steps_to_due", lambda state: 1)
+
+
+def a_hung_learner_is_waited_for(patch: Patch) -> None:
+    """Whoever beats is expected, though its step stands still."""
+    patch.setattr(lease.Lease, "expected", lambda self, rules: self.live(rules))
+
+
+def counters_go_on_over_an_alignment(patch: Patch) -> None:
+    """What was trained before it is counted, and weighed, once more."""
+    advance = learner._advance
+
+    def keep(held, news, *, values):
+        before = held.counters
+        held, effects = advance(held, news, values=values)
+        return (dataclasses.replace(held, counters=before) if values else held), effects
+
+    patch.setattr(learner, "_advance", keep)
+
+
+def not_finite_is_merged(patch: Patch) -> None:
+    """A weight of zero is thought to make it harmless."""
+    real = values.unseal
+
+    def calm(name, data, kind):
+        delta = real(name, data, kind)
+        return msgspec.structs.replace(delta, finite=True) if kind is values.Delta else delta
+
+    patch.setattr(values, "unseal", calm)
+
+
+def drops_are_silent(patch: Patch) -> None:
+    """Late contributions are written off without an event."""
+    perform = node.Learner._perform
+
+    def silent(self, effects, values):
+        late = [e for e in effects if isinstance(e, learner.Drop) and e.reason == "late"]
+        perform(self, tuple(e for e in effects if e not in late), values)
+
+    patch.setattr(node.Learner, "_perform", silent)
+
+
+def an_outage_counts_as_age(patch: Patch) -> None:
+    """The first listing after an outage ends everybody's lease."""
+    observe = lease.observe
+    patch.setattr(
+        lease,
+        "observe",
+        lambda leases, beats, elapsed, *, named: observe(
+            leases, beats, 100.0 if elapsed >= 1.0 else elapsed, named=named
+        ),
+    )
+
+
+def claims_never_come(patch: Patch) -> None:
+    """Nobody takes over from a closer that is gone."""
+    patch.setattr(close, "_why_take_over", lambda turn: "")
+
+
+def nothing_is_ever_void(patch: Patch) -> None:
+    """A round in which nothing can be accepted waits for ever."""
+    patch.setattr(closing, "is_void", lambda state, verdict: False)
+
+
+def failed_uploads_are_given_up(patch: Patch) -> None:
+    """A contribution that did not go out is forgotten, and its round with it."""
+    uploaded = member._HANDLERS[close.fx.Uploaded]
+
+    def forget(turn, event):
+        uploaded(turn, dataclasses.replace(event, ok=True))
+
+    patch.setitem(member._HANDLERS, close.fx.Uploaded, forget)
+
+
+FAULTS = [
+    # fault, runs, seeds, properties of which one must say so
+    (no_read_back, of_two, 5, {"S5"}),
+    (taken_counts_as_ours, of_two, 5, {"S5"}),
+    (store_ignores_the_condition, of_two, 10, {"S1"}),
+    (learner_aligns_before_the_commit_is_confirmed, of_two, 3, {"S5"}),
+    (contested_keys_are_deleted, of_two, 1, {"S1"}),
+    (payloads_of_open_rounds_are_swept, of_two, 5, {"S2"}),
+    (a_new_record_is_computed_in_doubt, late_answers, 30, {"S5"}),
+    (stale_contributions_are_accepted, drawn, 10, {"S3"}),
+    (more_in_flight_than_fragments, drawn, 10, {"S7"}),
+    (counters_go_on_over_an_alignment, drawn, 1, {"S7"}),
+    (not_finite_is_merged, drawn, 10, {"S8"}),
+    (drops_are_silent, drawn, 10, {"S7"}),
+    (an_outage_counts_as_age, an_outage, 1, {"L2"}),
+    (a_hung_learner_is_waited_for, a_hung_learner, 1, {"L1"}),
+    (rounds_are_due_by_the_first_step, a_late_joiner, 1, {"L1"}),
+    (claims_never_come, drawn, 10, {"L1"}),
+    (nothing_is_ever_void, drawn, 20, {"L1"}),
+    (failed_uploads_are_given_up, failing_uploads, 1, {"L1"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "runs", "seeds", "names"), FAULTS, ids=lambda v: getattr(v, "__name__", None)
+)
+def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
+    fault(monkeypatch)
+    assert found_by(runs(), seeds) & names
+
+
+@pytest.mark.parametrize(
+    "runs", [of_two, late_answers, failing_uploads, a_late_joiner, a_hung_learner, an_outage]
+)
+def test_the_runs_that_find_them_are_sound_without_a_fault(runs):
+    assert not found_by(runs(), 10)
