@@ -280,7 +280,8 @@ def committed(
     held = state.fragments[news.fragment]
     tainted = news.rejected == "nonfinite" and _since_revert(state, held)
     if news.void:
-        held, effects = _void(held, news, revert=tainted or state.finishing)
+        kept = _since_revert(state, held)
+        held, effects = _void(held, news, revert=tainted or state.finishing, kept=kept)
     else:
         held, effects = _advance(held, news, values=values)
     state = _with_fragment(state, news.fragment, held)
@@ -297,20 +298,23 @@ def _since_revert(state: LearnerState, held: FragmentTraining) -> bool:
 
 
 def _void(
-    held: FragmentTraining, news: News, *, revert: bool
+    held: FragmentTraining, news: News, *, revert: bool, kept: bool
 ) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """The version stays; what was rejected is tried again, unless it is not finite.
+    """The version stays, and what was sent is tried again: the parameters still hold it (`kept`).
 
-    One that finishes would send it again and again, a round each, and never end.
+    Not so what is not finite, nor anything of one that finishes: it would send it again and again,
+    a round each, and never end.
     """
+    revert = revert and bool(news.rejected)
     sent = held.outstanding.counters if held.outstanding else NOTHING
     held = replace(held, outstanding=None)
-    if not news.rejected or not (revert or news.rejected == "nonfinite"):
+    if kept and not revert and news.rejected != "nonfinite":
         return held, ()
     lost = held.counters if revert else sent
-    ledger = held.ledger.drop("rejected", lost.samples)
+    reason = "rejected" if news.rejected else "late"
+    ledger = held.ledger.drop(reason, lost.samples)
     held = replace(held, counters=held.counters - lost, ledger=ledger)
-    drops = (Drop(news.round, news.fragment, "rejected", lost),) if lost.steps else ()
+    drops = (Drop(news.round, news.fragment, reason, lost),) if lost.steps else ()
     return held, (*drops, Revert(news.round, news.fragment)) if revert else drops
 
 
