@@ -79,7 +79,7 @@ class Learner:
             took = yield Sleep(plan.step_seconds)
             hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
             self._asleep += took - plan.step_seconds + hung
-            if step in plan.nan_steps:
+            if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
                 self._finite = [False] * len(self._finite)
             yield from self._step()
         seconds = self._process.now - began
