@@ -261,6 +261,7 @@ class Session:
         manifest = unseal(MANIFEST, data, Manifest)
         self.algorithm.check_against(manifest.algorithm)
         self._schema.check_against(manifest)
+        self._schema = Schema.of_manifest(manifest)
         return manifest, data, created
 
     def _initial_values(self) -> dict[str, np.ndarray]:

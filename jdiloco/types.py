@@ -21,6 +21,12 @@ class TensorSpec(msgspec.Struct, frozen=True, order=True):
     name: str
     shape: tuple[int, ...]
     dtype: str  # A key of DTYPE_BYTES.
+    aliases: tuple[str, ...] = ()  # Its further names, where a module shares it. A merge tries all.
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name it goes by; the first is the one it is known under."""
+        return (self.name, *self.aliases)
 
     @property
     def size(self) -> int:

@@ -290,7 +290,7 @@ def merge_tree(
     shares, turnout = _shares(weights, finite)
     kernels = [merge.kernel(*names) for names in leaf_names(deltas)]
     merged = [
-        _merge_tensor(leaf, shares, kernel=kernel, sums=STACKED)
+        merge_tensor(leaf, shares, kernel=kernel, sums=STACKED)
         for leaf, kernel in zip(leaves, kernels, strict=True)
     ]
     return jax.tree.unflatten(treedef, merged), turnout
@@ -318,13 +318,14 @@ def _shares(
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "sums"))
-def _merge_tensor(
+def merge_tensor(
     deltas: Real[Array, " rows *leaf"],
     shares: Float[Array, " rows"],
     *,
     kernel: Kernel,
     sums: Sums,
 ) -> Float[Array, " *leaf"]:
+    """One tensor by one kernel. Rows whose share is 0 are selected out, whatever they hold."""
     wide = deltas.astype(jnp.promote_types(deltas.dtype, jnp.float32))
     kept = jnp.where(per_row(shares > 0, wide), wide, 0)
     return kernel(kept, shares.astype(wide.dtype), sums)

@@ -45,7 +45,8 @@ class NamedLeaf:
         dtype = getattr(self.leaf, "dtype", None)
         if dtype is None or dtype.name not in DTYPE_BYTES:
             return None
-        return TensorSpec(self.name, tuple(int(n) for n in self.leaf.shape), dtype.name)
+        shape = tuple(int(n) for n in self.leaf.shape)
+        return TensorSpec(self.name, shape, dtype.name, self.aliases)
 
 
 @dataclasses.dataclass(frozen=True)

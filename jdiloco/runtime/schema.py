@@ -46,14 +46,18 @@ class Schema:
         return tuple(spec for spec in self.tensors if spec.name in names)
 
     def check_against(self, manifest: Manifest) -> None:
-        """Raises SchemaMismatch unless the run trains this model."""
+        """Raises SchemaMismatch unless the run trains this model.
+
+        Aliases may differ: a split NNX state does not show which of its tensors the module shares.
+        What the creator saw counts for every node.
+        """
         theirs = {spec.name: spec for spec in manifest.tensors}
         mine = {spec.name: spec for spec in self.tensors}
         lines = [
             f"  {name}: the run has {_described(theirs.get(name))}, "
             f"this node {_described(mine.get(name))}"
             for name in sorted({*theirs, *mine})
-            if theirs.get(name) != mine.get(name)
+            if _described(theirs.get(name)) != _described(mine.get(name))
         ]
         if lines:
             more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""

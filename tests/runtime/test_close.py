@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdiloco.algo.merges import Merge, Rda, WeightedMean
+from jdiloco.algo.merges import (
+    Merge,
+    Rda,
+    WeightedMean,
+    merge_tree,
+    per_row,
+    weighted_mean_kernel,
+)
 from jdiloco.errors import UsageError
 from jdiloco.runtime.close import FragmentCloser
 from jdiloco.runtime.close.layout import BLOCK_ROWS_LARGE, BLOCK_ROWS_SMALL, ROW, lay_out
@@ -503,9 +512,49 @@ def test_wrong_calls_say_what_to_change():
     with pytest.raises(UsageError, match=r"`w` has shape \(3,\), not \(2,\)"):
         closer_of({"w": (2,)}).measure({"w": np.zeros(3, np.float32)})
 
-    class OfMyOwn:
-        def kernel(self, *names):
-            return lambda deltas, weights, sums: sums.learners(deltas)
 
-    with pytest.raises(UsageError, match="`w` would be merged by"):
-        closer_of({"w": (2,)}, OfMyOwn())
+def signs(deltas, weights, sums):
+    """A merge of a user's own: each learner votes with its weight on every element's sign."""
+    return sums.learners(per_row(weights, deltas) * jnp.sign(deltas))
+
+
+@dataclasses.dataclass(frozen=True)
+class SignMean:
+    direct_pattern: str = "embed"
+
+    def kernel(self, *names):
+        direct = any(self.direct_pattern in name for name in names)
+        return weighted_mean_kernel if direct else signs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_merge_of_ones_own_closes_rounds_as_it_merges_stacks(count):
+    """The same door: what the optax transformation does with it, and our kernels beside it."""
+    shapes = {"w": (2000,), "embed": (3, 5)}
+    closer = closer_of(shapes, SignMean(), lr=1.0, momentum=0.0)
+    deltas = [
+        {name: normal(seed, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+        for seed in range(count)
+    ]
+    weights = [1.0 + seed for seed in range(count)]
+    closed = closer.close([closer.measure(delta) for delta in deltas], weights)
+    stacked = {name: np.stack([delta[name] for delta in deltas]) for name in shapes}
+    wanted, _ = merge_tree(SignMean(), stacked, jnp.asarray(weights, jnp.float32))
+    for name in shapes:
+        np.testing.assert_allclose(-closed.anchor[name], wanted[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_shared_tensor_is_merged_by_all_its_names():
+    """Output weights tied to an embedding are an embedding, under whichever name comes first."""
+    spec = TensorSpec("ahead/kernel", (2,), "float32", aliases=("tok_embed/kernel",))
+    closer = FragmentCloser([spec], RDA, outer_lr=1.0, outer_momentum=0.0)
+    closer.load({spec.name: np.zeros(2, np.float32)}, None, None)
+    deltas = [np.array([1, 0], np.float32), np.array([0, 1], np.float32)]
+    closed = closer.close([closer.measure({spec.name: d}) for d in deltas], [4.0, 1.0])
+    np.testing.assert_allclose(-closed.anchor[spec.name], [0.8, 0.2], rtol=1e-6)
+
+
+def test_the_state_is_what_the_last_round_left():
+    closer = closer_of({"w": (5,)}, dtype="bfloat16")
+    closed = closer.close([closer.measure({"w": np.arange(5, dtype=np.float32)})], [1.0])
+    assert snapshot(closer.state()) == snapshot(closed)

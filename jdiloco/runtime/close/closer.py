@@ -11,13 +11,22 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from jdiloco.algo.merges import CUT_OFF, FLOOR, Merge, rda_kernel, weighted_mean_kernel
+from jdiloco.algo.merges import (
+    CUT_OFF,
+    FLOOR,
+    STACKED,
+    Merge,
+    merge_tensor,
+    rda_kernel,
+    weighted_mean_kernel,
+)
 from jdiloco.errors import UsageError
 from jdiloco.runtime.close import kernels
 from jdiloco.runtime.close.layout import ROW, Block, lay_out
 from jdiloco.runtime.close.received import Staging, Window, common_dtype, window
 from jdiloco.types import TensorSpec
 
+OUR_KERNELS = (rda_kernel, weighted_mean_kernel)
 GROUPS = (4, 8)
 """Contributions that one program reads. XLA's code collapses above eight input pointers."""
 
@@ -69,7 +78,10 @@ class FragmentCloser:
     ) -> None:
         self._layout = lay_out(specs)
         self._staging = Staging(self._layout.block_rows)
-        self._direct = np.array([_is_direct(merge, spec.name) for spec in specs], bool)
+        kernels_of = [merge.kernel(*spec.names) for spec in specs]
+        # A merge of the user's own is put over u once the weighted mean is there.
+        self._direct = np.array([kernel is not rda_kernel for kernel in kernels_of], bool)
+        self._own = {i: k for i, k in enumerate(kernels_of) if k not in OUR_KERNELS}
         self._learning_rate = np.float64(outer_lr)
         self._beta = np.float64(outer_momentum)
         self._narrowed = [d for d in ("bfloat16", "float16") if any(s.dtype == d for s in specs)]
@@ -101,6 +113,12 @@ class FragmentCloser:
                 self._whole({}, "float32") if u is None else u,
                 {dtype: self._whole({}, dtype) for dtype in self._narrowed},
             )
+
+    def state(self) -> Closed:
+        """What is held now, as views; see `Closed`. A mean cosine of 1 stands in for none."""
+        assert self._held is not None, "`load` comes before `state`"
+        with kernels.on_host():
+            return self._closed(self._held, 1.0)
 
     def _whole(self, tensors: Mapping[str, np.ndarray], dtype: str) -> jax.Array:
         """All tensors in one array; missing ones are zero."""
@@ -150,10 +168,33 @@ class FragmentCloser:
         coefficients = shares[:, None] / np.where(self._direct, 1.0, np.maximum(norms, FLOOR))
         with kernels.on_host():
             u_norms = self._combine(held, contributions, coefficients)
+            self._merge_own(held, contributions, shares)
             self._step(held, self._scale(shares @ norms, u_norms), final)
             closed = self._closed(held, self._cosine(coefficients * norms, u_norms))
         self._held = held
         return closed
+
+    def _merge_own(
+        self, held: _Held, contributions: Sequence[Measured], shares: np.ndarray
+    ) -> None:
+        """Merges the tensors that a kernel of the user's own is for, in fp32, one by one.
+
+        The stack is padded to a power of two, so that few numbers of contributions compile.
+        """
+        if not self._own:
+            return
+        rows = 1 << (len(contributions) - 1).bit_length()
+        padded = np.zeros(rows, np.float32)
+        padded[: len(shares)] = shares
+        whole = np.array(held.u)
+        for index, kernel in self._own.items():
+            shape = self._layout.specs[index].shape
+            stack = np.zeros((rows, *shape), np.float32)
+            for row, one in enumerate(contributions):
+                stack[row] = one.tensors[index].reshape(shape)
+            merged = merge_tensor(stack, padded, kernel=kernel, sums=STACKED)
+            self._layout.tensor(index, whole)[...] = merged
+        held.u = kernels.owned(whole)
 
     def _scale(self, radius: np.ndarray, u_norms: np.ndarray) -> np.ndarray:
         """What turns u into the merged delta: r̄/‖u‖, and 1 for tensors merged directly."""
@@ -287,16 +328,6 @@ def _check_range(name: str, anchor: np.ndarray) -> None:
             f"`{name}` left the range of float16 in this round. "
             "Hold the parameter in bfloat16 or float32, or lower `outer_lr`."
         )
-
-
-def _is_direct(merge: Merge, name: str) -> bool:
-    kernel = merge.kernel(name)
-    if kernel is not weighted_mean_kernel and kernel is not rda_kernel:
-        raise UsageError(
-            f"`{name}` would be merged by {kernel!r}; a mailbox run has `rda()` and "
-            "`weighted_mean()`. A merge of your own works in the optax transformation."
-        )
-    return kernel is weighted_mean_kernel
 
 
 def _flat(delta: Mapping[str, np.ndarray], spec: TensorSpec) -> np.ndarray:
