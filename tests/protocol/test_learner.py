@@ -23,6 +23,10 @@ def joined(*, read: int = -1, versions: tuple[int, ...] = (0, 0), **rules) -> Le
     return learner.joined(ME, changed, read=read, versions=versions[: changed.fragments])
 
 
+def snapshots(effects) -> list[Snapshot]:
+    return [effect for effect in effects if isinstance(effect, Snapshot)]
+
+
 def train(state: LearnerState, steps: int) -> tuple[LearnerState, list]:
     """One step at a time, eight samples each."""
     found = []
@@ -75,9 +79,9 @@ def test_a_fragment_is_published_again_only_after_it_was_aligned():
     state, published = train(state, 20)
     assert published == []
     state, effects = commit(state, 1, 1, merged=True)
-    assert not [e for e in effects if isinstance(e, Snapshot)]  # Round 2 is fragment 0's.
+    assert not snapshots(effects)  # Round 2 is fragment 0's.
     state, effects = commit(state, 2, 2)
-    assert [e.round for e in effects if isinstance(e, Snapshot)] == [3]
+    assert [e.round for e in snapshots(effects)] == [3]
 
 
 def test_an_alignment_begins_the_counters_anew_and_accounts_for_the_rest():
@@ -112,7 +116,9 @@ def test_a_void_round_keeps_what_was_trained_for_the_next_one():
     state, effects = commit(state, 0, 0, void=True, rejected="empty")
     assert effects == ()
     state, effects = train(state, 8)
-    assert [(s.round, s.version, s.counters) for s in effects] == [(1, 0, Counters(16, 128))]
+    assert [(s.round, s.version, s.counters) for s in snapshots(effects)] == [
+        (1, 0, Counters(16, 128))
+    ]
 
 
 def test_a_learner_that_was_not_finite_goes_back_to_its_anchor_in_every_fragment():
@@ -153,17 +159,17 @@ def test_a_learner_publishes_early_when_the_others_wait_for_it():
     state, _ = learner.follow(state, 0)
     assert learner.steps_to_due(state) == 1
     state, effects = train(state, 1)
-    assert [(s.round, s.counters.steps) for s in effects] == [(0, 2)]
+    assert [(s.round, s.counters.steps) for s in snapshots(effects)] == [(0, 2)]
     state, _ = learner.follow(state, 0)  # Once more: nothing comes of it.
     assert train(state, 2)[1] == []
 
 
 def test_a_call_that_covers_many_steps_publishes_every_round_it_owes():
     state, effects = learner.trained(joined(), steps=8, samples=64, last_call=8)
-    assert [snapshot.round for snapshot in effects] == [0, 1]
+    assert [snapshot.round for snapshot in snapshots(effects)] == [0, 1]
     assert state.since == 0
     state, effects = learner.trained(joined(), steps=5, samples=40, last_call=5)
-    assert [snapshot.round for snapshot in effects] == [0]
+    assert [snapshot.round for snapshot in snapshots(effects)] == [0]
     assert state.since == 1  # One step counts for the next round.
 
 
@@ -182,7 +188,7 @@ def test_a_learner_that_flushes_gives_up_what_is_rejected(reason):
     """Or it would send it again after every void round, for ever."""
     state, _ = train(joined(fragments=1, in_flight=1), 3)
     state, effects = learner.finish(state, flush=True)
-    assert [(s.round, s.final) for s in effects] == [(0, True)]
+    assert [(s.round, s.final) for s in snapshots(effects)] == [(0, True)]
     state, effects = commit(state, 0, 0, void=True, rejected=reason)
     assert effects == (Drop(0, 0, "rejected", Counters(3, 24)), Revert(0, 0))
     assert learner.done(state)
@@ -191,7 +197,7 @@ def test_a_learner_that_flushes_gives_up_what_is_rejected(reason):
 def test_flushing_publishes_every_fragment_that_has_anything():
     state, _ = train(joined(), 5)  # Round 0 went out at step 4.
     state, effects = learner.finish(state, flush=True)
-    assert [(s.round, s.fragment, s.counters.steps) for s in effects] == [(1, 1, 5)]
+    assert [(s.round, s.fragment, s.counters.steps) for s in snapshots(effects)] == [(1, 1, 5)]
     assert not learner.done(state)
     state, _ = commit(state, 0, 1, merged=True)
     state, _ = commit(state, 1, 1, merged=True)

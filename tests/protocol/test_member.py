@@ -1,0 +1,394 @@
+"""A member between events: what it asks of a store that fails, and when it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from jdiloco import errors, events
+from jdiloco.protocol import chain as chains
+from jdiloco.protocol import effects as fx
+from jdiloco.protocol import member
+from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey, ContributionKey, Keys
+from jdiloco.protocol.member import MemberState
+from jdiloco.protocol.records import (
+    FORMAT,
+    Build,
+    Checkpoint,
+    Claim,
+    ContributionHead,
+    Ledger,
+    Manifest,
+    Payload,
+    seal,
+)
+from jdiloco.protocol.rules import Life, Rules
+from jdiloco.types import Counters
+
+ME, OTHER = Life("a", 1), Life("b", 1)
+KEYS = Keys("run1")
+RULES = Rules(sync_every=8, fragments=2, in_flight=2, beat_seconds=2.0, lease_seconds=6.0)
+BUILD = Build("cpu", "cpu", "0", "m", 1)
+POLL = 0.5
+SMALL = (fx.Poll, fx.Beat, fx.ReadRecord, fx.WriteRecord, fx.MakeClaim, fx.ReadClaim)
+BULK = (fx.Upload, fx.Examine, fx.Merge, fx.Deliver, fx.ReadManifest)
+
+
+def start(*, closer: str = "a", **rules) -> MemberState:
+    files = (Payload("0", 1, "h"),)
+    checkpoint = Checkpoint(-1, (0, 0), "p", files)
+    manifest = Manifest(FORMAT, "run1", {}, (), (("w",), ("v",)), checkpoint, closer, "w")
+    return member.start(
+        ME,
+        dataclasses.replace(RULES, **rules),
+        chains.begin(manifest, seal(MANIFEST, manifest)),
+        poll_seconds=POLL,
+        can_close=True,
+        build=BUILD,
+        now=0.0,
+    )
+
+
+def beat(node: str, number: int, *, life: int = 1, phase: str = "training") -> str:
+    return KEYS.beat(BeatKey(node, life, number, phase, number, 0))
+
+
+def reported(node: str, round: int = 0) -> str:
+    return KEYS.contribution(ContributionKey(round, node, 1, False))
+
+
+def head(node: str, round: int = 0) -> ContributionHead:
+    return ContributionHead("run1", round, round % 2, 0, node, 1, Counters(4, 32), Ledger())
+
+
+def kinds(effects: tuple[fx.Effect, ...]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+class World:
+    """Answers a member's requests by `answer`, at once, and lets time pass when it waits."""
+
+    def __init__(self, state: MemberState, answer: Callable[[fx.Effect, float], object]) -> None:
+        self.state = state
+        self.now = 0.0
+        self.asked: list[tuple[float, fx.Effect]] = []
+        self.told: list[events.Event] = []
+        self.stopped: list[Exception] = []
+        self._answer = answer
+
+    def send(self, event: fx.Event) -> None:
+        inbox = [event]
+        while inbox:
+            self.state, effects = member.step(self.state, inbox.pop(0))
+            for effect in effects:
+                if isinstance(effect, fx.Emit):
+                    self.told.append(effect.event)
+                elif isinstance(effect, fx.Stop):
+                    self.stopped.append(effect.error)
+                elif isinstance(effect, SMALL + BULK):
+                    self.asked.append((self.now, effect))
+                    answer = self._answer(effect, self.now)
+                    inbox += [answer] if isinstance(answer, fx.Event) else []
+            assert len(self.asked) < 5000, "it asks in a loop"
+
+    def run(self, until: float) -> None:
+        while self.now < until:
+            self.send(fx.Tick(self.now))
+            self.now = max(self.now + 0.001, member.wake_at(self.state))
+
+    def times(self, kind: type) -> list[float]:
+        return [at for at, effect in self.asked if isinstance(effect, kind)]
+
+
+def dead(effect: fx.Effect, now: float) -> fx.Event | None:
+    """A store that answers nothing."""
+    match effect:
+        case fx.Poll():
+            return fx.Listed(now, None)
+        case fx.Beat():
+            return fx.Beaten(now, False)
+        case fx.ReadRecord(round):
+            return fx.RecordRead(now, round, None, ok=False)
+        case fx.WriteRecord(round):
+            return fx.RecordSent(now, round, None)
+        case fx.MakeClaim(round, number) | fx.ReadClaim(round, number):
+            return fx.ClaimRead(now, round, number, None)
+        case fx.Examine(key):
+            return fx.Examined(now, key)
+        case fx.Merge(round, attempt):
+            return fx.Merged(now, round, attempt, error="no answer")
+        case fx.Upload(key):
+            return fx.Uploaded(now, key, False)
+        case fx.Deliver(record):
+            return fx.Delivered(now, record.round, False)
+        case fx.ReadManifest():
+            return fx.ManifestRead(now, None)
+    return None
+
+
+def listing(*names: str, but: Callable = dead) -> Callable[[fx.Effect, float], fx.Event | None]:
+    """A store that answers listings, and beats, and nothing else."""
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        if isinstance(effect, fx.Poll):
+            mine = [key for key in names if "live/a." not in key]
+            return fx.Listed(now, (*mine, beat("a", 1 + int(now))))
+        if isinstance(effect, fx.Beat):
+            return fx.Beaten(now, True)
+        return but(effect, now)
+
+    return answer
+
+
+# A store that fails
+
+
+def test_a_store_that_answers_nothing_is_asked_less_and_less():
+    """B39: training goes on, and the waits grow to a beat."""
+    world = World(start(), dead)
+    world.run(60.0)
+    tries = sorted({at for at, _ in world.asked})
+    waits = [later - earlier for earlier, later in pairwise(tries)]
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (POLL, RULES.beat_seconds)
+    assert len(world.asked) < 80
+    assert [type(event) for event in world.told] == [events.Degraded]
+    assert not world.stopped
+
+
+def test_a_node_is_degraded_once_and_recovers_once():
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        return (dead if 5.0 <= now < 20.0 else listing())(effect, now)
+
+    world = World(start(), answer)
+    world.run(40.0)
+    assert [type(event) for event in world.told] == [events.Degraded, events.Recovered]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ((reported("a"), reported("b")), fx.Examine),
+        ((KEYS.record(0),), fx.ReadRecord),
+    ],
+)
+def test_a_request_that_fails_is_never_repeated_in_a_loop(names, kind):
+    world = World(start(), listing(*names))
+    world.run(20.0)
+    assert 2 <= len(world.times(kind)) <= 2 * 20 / POLL + 2
+
+
+def test_a_claim_without_an_answer_is_not_made_again_at_once():
+    world = World(start(closer="b"), listing())
+    world.run(20.0)
+    claims = world.times(fx.MakeClaim)
+    assert claims[0] >= RULES.lease_seconds
+    assert 2 <= len(claims) <= 15 / POLL
+    assert len(set(claims)) == len(claims)
+
+
+def test_uploads_that_fail_are_tried_again_and_told_of_after_the_second():
+    world = World(start(), listing())
+    world.send(fx.Contributed(0.0, head("a")))
+    world.run(10.0)
+    assert 3 <= len(world.times(fx.Upload)) <= 10 / POLL + 2
+    assert [type(event) for event in world.told][:1] == [events.Degraded]
+    assert not [event for event in world.told if isinstance(event, events.Recovered)]
+
+
+def merge_works(effect: fx.Effect, now: float) -> fx.Event | None:
+    match effect:
+        case fx.Examine(key):
+            found = ContributionHead(
+                "run1", key.round, 0, 0, key.node, 1, Counters(4, 32), Ledger()
+            )
+            return fx.Examined(now, key, found, 1.0, "s")
+        case fx.Merge(round, attempt, name):
+            anchor, outer = (
+                Payload(KEYS.payload(round, name, part), 1, "h") for part in ("anchor", "outer")
+            )
+            return fx.Merged(now, round, attempt, anchor, outer)
+        case fx.ReadRecord(round):
+            return fx.RecordRead(now, round, None)
+    return dead(effect, now)
+
+
+def test_a_record_in_doubt_is_sent_again_with_the_same_bytes_and_patience():
+    """Refused, and yet nothing is there: neither answer settles anything."""
+
+    def refuse(effect: fx.Effect, now: float) -> fx.Event | None:
+        if isinstance(effect, fx.WriteRecord):
+            return fx.RecordSent(now, effect.round, False)
+        return merge_works(effect, now)
+
+    world = World(start(), listing(reported("a"), but=refuse))
+    world.run(20.0)
+    sent = [effect.data for _, effect in world.asked if isinstance(effect, fx.WriteRecord)]
+    assert 3 <= len(sent) <= 2 * 20 / POLL
+    assert len(set(sent)) == 1
+    assert world.state.chain.read == -1
+    assert not world.told or not isinstance(world.told[-1], events.Committed)
+
+
+def test_a_commit_without_an_answer_is_settled_by_reading():
+    """B66: counted once."""
+    there: dict[int, bytes] = {}
+
+    def lose(effect: fx.Effect, now: float) -> fx.Event | None:
+        match effect:
+            case fx.WriteRecord(round, data):
+                there[round] = data
+                return fx.RecordSent(now, round, None)
+            case fx.ReadRecord(round):
+                return fx.RecordRead(now, round, there.get(round))
+        return merge_works(effect, now)
+
+    world = World(start(), listing(reported("a"), but=lose))
+    world.run(3.0)
+    committed = [event for event in world.told if isinstance(event, events.Committed)]
+    assert [event.round for event in committed] == [0]
+    assert len(world.times(fx.WriteRecord)) == 1
+
+
+def test_a_failed_merge_is_tried_again_under_another_name():
+    world = World(
+        start(),
+        listing(
+            reported("a"),
+            but=lambda e, now: dead(e, now) if isinstance(e, fx.Merge) else merge_works(e, now),
+        ),
+    )
+    world.run(10.0)
+    names = [effect.write_id for _, effect in world.asked if isinstance(effect, fx.Merge)]
+    assert len(names) >= 3
+    assert len(set(names)) == len(names)
+
+
+def test_a_member_sleeps_while_a_contribution_is_examined():
+    """A wake-up time in the past would turn the control thread in a loop."""
+    state = start(grace_seconds=0.0, quorum_size=1)
+    first = (reported("a"), beat("a", 1), beat("b", 1), beat("c", 1))
+    state, _ = member.step(state, fx.Listed(1.0, first))
+    examined = fx.Examined(1.1, ContributionKey(0, "a", 1, False), head("a"), 1.0, "s")
+    grace = dataclasses.replace(state, rules=dataclasses.replace(state.rules, grace_seconds=0.2))
+    state, _ = member.step(grace, examined)
+    assert member.wake_at(state) == pytest.approx(1.3)
+    state, _ = member.step(state, fx.Listed(1.2, (*first, reported("b"))))
+    assert member.wake_at(state) > 1.3
+
+
+# Closers
+
+
+def test_a_closer_that_was_just_named_is_not_taken_over_from_before_anybody_looked():
+    state, _ = member.step(start(closer="b"), fx.Listed(1.0, (beat("a", 1),)))
+    stranger = chains.replace(state.chain, named=Life("z", 1))
+    closing = dataclasses.replace(state.closing, closer=Life("z", 1))
+    state = dataclasses.replace(state, chain=stranger, closing=closing)
+    _, effects = member.step(state, fx.Tick(1.1))
+    assert "MakeClaim" not in kinds(effects)
+
+
+def test_every_further_claim_on_a_round_doubles_the_wait():
+    """Or nodes that close slowly take over from one another for ever."""
+    waits = []
+    for claims in range(4):
+        state = start(closer="b", quorum_size=1)
+        closing = dataclasses.replace(state.closing, claims=claims)
+        state = dataclasses.replace(state, closing=closing)
+        now, claimed = 0.0, None
+        while claimed is None:
+            now += POLL
+            shown = (reported("b"), beat("b", 1 + int(now)), beat("a", 1))
+            state, effects = member.step(state, fx.Listed(now, shown))
+            claimed = next((e for e in effects if isinstance(e, fx.MakeClaim)), None)
+        assert claimed.number == claims + 1
+        waits.append(now - POLL)
+    assert waits == [5.0, 10.0, 20.0, 40.0]
+
+
+def test_a_closer_whose_lease_has_ended_is_taken_over_from_at_once():
+    world = World(start(closer="b"), listing(beat("b", 1)))
+    world.run(RULES.lease_seconds + 2 * POLL)
+    first = world.times(fx.MakeClaim)[0]
+    assert RULES.lease_seconds <= first <= RULES.lease_seconds + 2 * POLL
+
+
+def test_a_claim_that_somebody_else_won_is_followed():
+    state, _ = member.step(start(closer="b"), fx.Listed(1.0, (KEYS.claim(ClaimKey(0, 1)),)))
+    data = seal(KEYS.claim(ClaimKey(0, 1)), Claim("c", 1, "because"))
+    state, _ = member.step(state, fx.ClaimRead(1.1, 0, 1, data))
+    assert state.closing.closer == Life("c", 1)
+    assert not state.closing.mine
+
+
+# Stopping
+
+
+def test_a_node_that_finds_a_higher_life_of_itself_stops():
+    world = World(start(), dead)
+    world.send(fx.Listed(1.0, (beat("a", 9), beat("a", 1, life=2))))
+    assert [type(error) for error in world.stopped] == [errors.NodeSuperseded]
+    world.run(30.0)
+    assert member.step(world.state, fx.Tick(99.0))[1] == ()
+
+
+@pytest.mark.parametrize(("found", "stops"), [("run2", True), ("", True), ("run1", False)])
+def test_a_node_whose_beats_are_gone_looks_at_the_manifest(found, stops):
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        match effect:
+            case fx.Beat():
+                return fx.Beaten(now, True)
+            case fx.Poll():
+                return fx.Listed(now, (beat("b", 1 + int(now)),))
+            case fx.ReadManifest():
+                return fx.ManifestRead(now, found)
+        return None
+
+    world = World(start(), answer)
+    world.run(3.0)
+    assert [type(error) for error in world.stopped] == [errors.RunReplaced] * stops
+    if not stops:
+        assert len(world.times(fx.Beat)) >= 3  # It says at once that it is there.
+
+
+def test_a_node_without_an_answer_about_the_manifest_goes_on():
+    world = World(
+        start(),
+        lambda effect, now: (
+            fx.ManifestRead(now, None)
+            if isinstance(effect, fx.ReadManifest)
+            else fx.Listed(now, ())
+            if isinstance(effect, fx.Poll)
+            else fx.Beaten(now, True)
+            if isinstance(effect, fx.Beat)
+            else None
+        ),
+    )
+    world.run(10.0)
+    assert not world.stopped
+    assert 2 <= len(world.times(fx.ReadManifest)) <= 10 / POLL
+
+
+def test_every_event_has_an_answer_in_a_fresh_state():
+    key = ContributionKey(9, "z", 1, False)
+    for event in (
+        fx.Tick(0.0),
+        fx.Listed(0.0, ("rubbish", "", KEYS.log)),
+        fx.Beaten(0.0, False),
+        fx.RecordRead(0.0, 7, b"rubbish"),
+        fx.RecordRead(0.0, 0, b"rubbish"),
+        fx.RecordSent(0.0, 7, True),
+        fx.ClaimRead(0.0, 0, 1, b"rubbish"),
+        fx.Examined(0.0, key),
+        fx.Merged(0.0, 7, 1),
+        fx.Uploaded(0.0, key, True),
+        fx.Progress(0.0, "training", 1, 0),
+        fx.Saved(0.0, None),
+        fx.ManifestRead(0.0, None),
+    ):
+        state, _ = member.step(start(), event)
+        assert not state.stopped
