@@ -23,6 +23,7 @@ from jdiloco import events
 from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import Manifest, RoundRecord, unseal
 from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.node import Node
 from jdiloco.session import Session
 from jdiloco.store import MemoryStore, Store, open_store
 
@@ -107,6 +108,12 @@ def together(*programs: Callable[[], Any], seconds: float = 100.0) -> list[Any]:
     return results
 
 
+def node_of(s: Session) -> Node:
+    """What a session runs in its threads."""
+    assert s._node is not None
+    return s._node
+
+
 class Meeting:
     """Lets nodes begin together, once each knows of all the others."""
 
@@ -115,8 +122,7 @@ class Meeting:
         self._barrier = threading.Barrier(nodes)
 
     def __call__(self, s: Session) -> None:
-        node = s._node
-        assert node is not None
+        node = node_of(s)
 
         def training() -> set[str]:
             return {beat.node for beat in node.state.beats if beat.phase == "training"}
@@ -134,11 +140,13 @@ def train_on(s: Session, params: Any = None, seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def run_script(text: str, *arguments: str, seconds: float = 120.0, **environment: str) -> str:
+def run_script(
+    text: str, *arguments: str, seconds: float = 120.0, environment: dict[str, str] | None = None
+) -> str:
     """Runs Python in a process of its own, without pytest's type checks; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text), *arguments],
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -148,7 +156,7 @@ def run_script(text: str, *arguments: str, seconds: float = 120.0, **environment
     return done.stdout
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
     """Returns once `true()`."""
     deadline = time.monotonic() + seconds
     while not true():

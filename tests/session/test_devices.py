@@ -87,7 +87,7 @@ SHARDED = """
 @pytest.mark.parametrize("kind", ["auto", "explicit", "single"])
 def test_sharded_parameters_stay_where_they_are_and_nothing_compiles_again(kind):
     """NamedSharding on Auto and Explicit axes, and one device that is not the first."""
-    programs = int(run_script(SHARDED, kind, **EIGHT))
+    programs = int(run_script(SHARDED, kind, environment=EIGHT))
     assert programs <= 2  # On Auto axes XLA may move a leaf in the first step.
 
 
@@ -123,4 +123,4 @@ PLACES = """
 
 def test_places_are_each_nodes_own():
     """A run knows values alone: how they are spread over devices may differ and may change."""
-    assert run_script(PLACES, **EIGHT) == "ok\n"
+    assert run_script(PLACES, environment=EIGHT) == "ok\n"

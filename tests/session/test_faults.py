@@ -25,6 +25,7 @@ from .nodes import (
     lock_step,
     memory,
     no_threads_left,
+    node_of,
     records,
     run_keys,
     session,
@@ -170,11 +171,11 @@ def test_bytes_that_are_no_contribution_are_rejected(data):
     """B115: the round goes on without them, and the record says why."""
     mailbox, seen = memory(), Recorder()
     with session(vector(1.0), lock_step(1), mailbox, "a", callbacks=(seen,)) as s:
-        wait_until(lambda: s._node.state.verdict.expected)
+        wait_until(lambda: node_of(s).state.verdict.expected)
         key = run_keys(mailbox).contribution(ContributionKey(0, "mallory", 1, False))
         mailbox.create(key, data)
-        wait_until(lambda: s._node.state.contributions)
-        wait_until(lambda: all(r.examined for r in s._node.state.closing.reports))
+        wait_until(lambda: node_of(s).state.contributions)
+        wait_until(lambda: all(r.examined for r in node_of(s).state.closing.reports))
         params = s.params
         for _ in range(4):
             params = s.step({"w": params["w"] - 1}, samples=1)
@@ -266,7 +267,7 @@ def test_a_round_that_few_took_part_in_says_so():
     def train():
         try:
             with session(vector(1.0), settings, mailbox, "n0", callbacks=(seen,)) as s:
-                wait_until(lambda: len(s._node.state.verdict.live) == 3)
+                wait_until(lambda: len(node_of(s).state.verdict.live) == 3)
                 step_until(s, s.params, lambda: seen.of(events.Committed))
         finally:
             stop.set()

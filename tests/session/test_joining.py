@@ -33,6 +33,7 @@ from .nodes import (
     digest,
     memory,
     no_threads_left,
+    node_of,
     records,
     run_keys,
     session,
@@ -146,7 +147,7 @@ def test_an_id_is_free_again_as_soon_as_its_node_has_left():
         pass
     began = time.monotonic()
     with session(vector(1.0), settings, mailbox, "same", poll_interval=0.1) as s:
-        assert s._node.place.life.incarnation == 2
+        assert node_of(s).place.life.incarnation == 2
     assert time.monotonic() - began < 20
 
 
@@ -161,12 +162,12 @@ def test_a_wiped_mailbox_stops_the_node(again):
         s = session(vector(1.0), algorithm(), mailbox, "old")
         with pytest.raises(RunReplaced, match="this node joined run"), s:
             train_on_after(s, mailbox, again=again)
-        old = s._node.place.manifest.run
+        old = node_of(s).place.manifest.run
     assert not [entry.key for entry in mailbox.list(f"{old}/log/") if ".left." in entry.key]
 
 
 def train_on_after(s, mailbox, *, again: bool) -> None:
-    wait_until(lambda: s._node.state.beaten)
+    wait_until(lambda: node_of(s).state.beaten)
     wipe(mailbox)
     if again:
         with session(vector(2.0), algorithm(), mailbox, "new"):
@@ -204,11 +205,11 @@ def test_a_superseded_node_that_waits_for_a_round_is_told_too():
     other = session(vector(1.0), settings, mailbox, "b")
     with no_threads_left(), other, session(vector(1.0), settings, mailbox, "a") as s:
         other.params  # noqa: B018  (it trains, but never comes to a step)
-        wait_until(lambda: len(s._node.state.verdict.expected) == 2)
+        wait_until(lambda: len(node_of(s).state.verdict.expected) == 2)
         threading.Timer(0.3, newer_life, (mailbox, "a")).start()
         with pytest.raises(NodeSuperseded):
             s.step({"w": s.params["w"] - 1}, samples=1)
-        assert s._learner.state.read == -1
+        assert node_of(s).state.chain.read == -1
 
 
 # Stores that do not answer, or lie.
@@ -276,7 +277,7 @@ def test_load_reads_the_newest_and_writes_nothing(tmp_path):
             s.step(jax.tree.map(lambda x: x - 0.25, s.params), samples=1)
         during = load(tmp_path / "run", params)
         assert digest({k: during[k] for k in "wh"}) == digest({k: s.params[k] for k in "wh"})
-        members = set(s._node.state.verdict.live)
+        members = set(node_of(s).state.verdict.live)
     assert len(members) == 1
     before = listing(tmp_path)
     found = load(str(tmp_path / "run"), params)

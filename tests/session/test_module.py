@@ -152,7 +152,9 @@ def test_after_the_block_a_module_holds_the_newest_committed_values():
     model, _ = net()
     with session(model, algorithm(sync_every=1000), mailbox) as s:
         before = digest(nnx.state(model, nnx.Param))
-        model.first.bias[...] = model.first.bias[...] + 1.0
+        bias = model.first.bias
+        assert bias is not None
+        bias[...] = bias[...] + 1.0
         s.step(samples=1)
         assert digest(nnx.state(s.params, nnx.Param)) != before
     assert digest(nnx.state(model, nnx.Param)) == before

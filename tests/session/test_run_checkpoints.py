@@ -19,6 +19,7 @@ from .nodes import (
     algorithm,
     digest,
     memory,
+    node_of,
     records,
     run_keys,
     run_script,
@@ -66,7 +67,7 @@ def long_run(tmp_path):
         while len(seen.of(events.Checkpointed)) < 4:
             train(s, 2, seen)
         train(s, 6, seen)
-        wait_until(lambda: not s._node.state.saving)
+        wait_until(lambda: not node_of(s).state.saving)
     return store, settings, s.params, seen
 
 
@@ -116,7 +117,7 @@ def test_orbax_alone_restores_the_newest_checkpoint(long_run):
     store, _, _, seen = long_run
     newest = seen.of(events.Checkpointed)[-1]
     path = f"{store.url}/{newest.prefix}/params"
-    found = json.loads(run_script(RESTORE, path, JAX_PLATFORMS="cpu"))
+    found = json.loads(run_script(RESTORE, path, environment={"JAX_PLATFORMS": "cpu"}))
     assert np.shape(found["w"]) == (3, 4)
     assert np.isfinite(found["w"]).all()
     assert np.isfinite(found["b"]).all()
@@ -129,10 +130,10 @@ def test_a_checkpoint_holds_what_its_round_committed(tmp_path):
     with session(params_of(), settings, store, "a", callbacks=(seen,)) as s:
         while not seen.of(events.Checkpointed):
             train(s, 1, seen)
-        wait_until(lambda: not s._node.state.saving)
+        wait_until(lambda: not node_of(s).state.saving)
     newest = seen.of(events.Checkpointed)[-1]
     path = f"{store.url}/{newest.prefix}/params"
-    found = json.loads(run_script(RESTORE, path, JAX_PLATFORMS="cpu"))
+    found = json.loads(run_script(RESTORE, path, environment={"JAX_PLATFORMS": "cpu"}))
     anchor = read_anchor(store, records(store)[newest.round], s._schema.tensors)
     assert anchor is not None
     np.testing.assert_array_equal(found["w"], anchor["a/w"].astype(np.float64))
@@ -143,9 +144,9 @@ def test_a_payload_that_is_gone_is_read_from_the_checkpoint(long_run):
     """S2: what two checkpoints cover may go, though it is the newest of its fragment."""
     store, settings, last, _ = long_run
     with session(params_of(), settings, store, "c") as s:
-        record = s._node.state.chain.records[0]
+        record = node_of(s).state.chain.records[0]
         assert record is not None
-        assert digest(s._node._committed(record)) == digest(
+        assert digest(node_of(s)._committed(record)) == digest(
             {name: _named(last)[name] for name in s._schema.plan[0]}
         )
 
@@ -181,7 +182,7 @@ def test_nothing_of_a_round_stays_in_memory(checkpoint_every):
     with session(vector(1.0, size), settings, store, "a", callbacks=(seen,)) as s:
         for _ in range(6):
             s.step({"w": s.params["w"] - 1e-3}, samples=1)
-        node = s._node
+        node = node_of(s)
         wait_until(lambda: not (node._fetches or node._ready or node._closer._values))
         wait_until(lambda: not node.state.saving and not node._closer._measured)
         wait_until(lambda: _held(size) <= 6, 5.0)

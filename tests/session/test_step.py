@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -25,6 +26,7 @@ from .nodes import (
     algorithm,
     digest,
     memory,
+    node_of,
     records,
     run_script,
     session,
@@ -35,7 +37,7 @@ from .nodes import (
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _compilations: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda name, seconds, **kwargs: _compilations.append(name) if name == COMPILED else None
+    lambda event, duration_secs, **more: _compilations.append(event) if event == COMPILED else None
 )
 
 
@@ -65,6 +67,11 @@ def make_step(donate: bool = True):
         return optax.apply_updates(params, updates), state, value
 
     return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+
+def cache_size(step: Any) -> int:
+    """Programs that a jitted function has."""
+    return step._cache_size()
 
 
 def train_with_aligns(s, params, state, step, aligns: int, batch, seen: Recorder):
@@ -110,9 +117,9 @@ def test_the_very_first_align_compiles_nothing_either():
         for _ in range(2):
             params, state, _ = step(params, state, batch)
             params = s.step(params, samples=8)
-        traces = step._cache_size()
+        programs = cache_size(step)
         params, state = train_with_aligns(s, params, state, step, 1, batch, seen)
-        assert step._cache_size() == traces
+        assert cache_size(step) == programs
 
 
 def test_a_step_where_nothing_is_due_returns_the_very_object():
@@ -207,7 +214,7 @@ def test_other_parameters_are_refused_and_the_session_goes_on(change, message):
         with pytest.raises(UsageError, match=message):
             s.step(change(params), samples=100)
         s.step(params, samples=1)
-        assert s._node.state.chain.read == 0
+        assert node_of(s).state.chain.read == 0
     assert records_of(s)[0].participants[0].counters.samples == 2
 
 
@@ -401,7 +408,7 @@ def test_the_session_keeps_no_array_of_the_user_alive():
         params = s.params
         for _ in range(3):
             params = s.step({"w": params["w"] - 0.1}, samples=1)
-        wait_until(lambda: not s._node._fetches and not s._node._ready)
+        wait_until(lambda: not node_of(s)._fetches and not node_of(s)._ready)
         gc.collect()
         held = [a for a in jax.live_arrays() if a.shape == (10_007,) and a is not params["w"]]
         assert len(held) == 1, "the anchor"
