@@ -443,22 +443,24 @@ def _first_reports(facts: Facts) -> dict[int, float]:
 def l2_only_silence_ends_a_lease(facts: Facts) -> Violations:
     """L2: nobody takes over for a lease that has ended while its owner's beats came in.
 
-    Time in which the store did not answer does not count.
+    Time in which the store did not answer does not count, nor do beats so new that whoever took
+    over cannot have seen them.
     """
     scenario = facts.history.scenario
     slack = 3 * scenario.poll_seconds + 4 * scenario.latency_seconds
-    stale = scenario.faults.stale_seconds if scenario.faults.stale else 0.0
+    faults = scenario.faults
+    slack += 0.0 if faults == NO_FAULTS else faults.stale_seconds + scenario.timeout_seconds
     for entry in facts.history.of(Happened):
         event = entry.event
         if not isinstance(event, events.TookOver) or "lease" not in event.because:
             continue
-        beats = [beat for beat in _beats(facts, event.closer) if beat[0] <= entry.at]
+        beats = [(at, key) for at, key in _beats(facts, event.closer) if at <= entry.at]
         left = any(key.phase == "left" for _, key in beats)
-        last = max([at for at, _ in beats], default=0.0)
+        last = max([at for at, _ in beats if at <= entry.at - slack], default=0.0)
         out = sum(max(0.0, min(e, entry.at) - max(s, last)) for s, e in scenario.outages)
         silent = entry.at - last - out
         superseded = _higher_life(facts, event.closer, entry.at)
-        if not left and not superseded and silent < scenario.rules.lease_seconds - slack - stale:
+        if not left and not superseded and silent < scenario.rules.lease_seconds - slack:
             yield f"{event.node} took over from {event.closer} after {silent:.1f} s of silence"
 
 
