@@ -12,21 +12,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from tests.protocol.plain import (
-    close,
-    closing,
-    follow,
-    invariants,
-    learner,
-    lease,
-    mailbox,
-    member,
-    node,
-    schedule,
-    simulate,
-    sweep,
-    values,
-)
+from jdiloco.protocol import closing, learner, lease, member, schedule, sweep
+from jdiloco.protocol.member import close, follow
+from jdiloco.testing import invariants, simulate
+from jdiloco.testing.simulate import mailbox, node, values
 
 Plan, Faults = simulate.Plan, simulate.Faults
 Patch = pytest.MonkeyPatch

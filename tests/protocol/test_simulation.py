@@ -11,9 +11,11 @@ from itertools import pairwise
 
 import pytest
 
-from tests.protocol.plain import events, invariants, keys, schedule
-from tests.protocol.plain import history as told
-from tests.protocol.plain import simulate as simulation
+from jdiloco import events
+from jdiloco.protocol import keys, schedule
+from jdiloco.testing import invariants
+from jdiloco.testing import simulate as simulation
+from jdiloco.testing.simulate import history as told
 
 Death, Faults, Plan = simulation.Death, simulation.Faults, simulation.Plan
 Fate, Held, Snapped, Worked = told.Fate, told.Held, told.Snapped, told.Worked

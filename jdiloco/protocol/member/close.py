@@ -167,11 +167,13 @@ def _timing(state: MemberState, closing: Closing) -> Timing:
     timing = state.chain.timing
     heads = [report.head for report in closing.merging if report.head is not None]
     paces = [head.step_seconds for head in heads if head.step_seconds is not None]
-    step = mix(timing.step, sum(paces) / len(paces)) if paces else timing.step
+    step = timing.step
+    if paces:
+        step = mix(step, sum(paces) / len(paces), count=closing.round + 1)
     waits = state.waits
     quorum = timing.quorum
     if waits.closable is not None:
-        quorum = mix(quorum, waits.closable - waits.opened)
+        quorum = mix(quorum, waits.closable - waits.opened, count=closing.round)
     return Timing(step=step, quorum=quorum, commit=timing.commit)
 
 

@@ -63,7 +63,8 @@ def take_record(turn: Turn, data: bytes) -> None:
         return
     own = data == state.closing.record  # By its bytes, not by who seems to have won.
     if own and state.waits.merging is not None:
-        commit = mix(followed.timing.commit, turn.now - state.waits.merging)
+        took = turn.now - state.waits.merging
+        commit = mix(followed.timing.commit, took, count=record.round + 1)
         timing = msgspec.structs.replace(followed.timing, commit=commit)
         followed = replace(followed, timing=timing)
     turn.add(fx.Took(record, own))
