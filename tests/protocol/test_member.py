@@ -267,6 +267,21 @@ def test_a_failed_merge_is_tried_again_under_another_name():
     assert len(set(names)) == len(names)
 
 
+def test_a_merge_that_keeps_failing_is_tried_ever_later_though_listings_succeed():
+    """A parameter out of float16's range, say: every attempt leaves payloads to clear away."""
+    names = (beat("a", 1), beat("b", 1), reported("a"), reported("b"))
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        return dead(effect, now) if isinstance(effect, fx.Merge) else merge_works(effect, now)
+
+    world = World(start(lease_seconds=8.0), listing(*names, but=answer))
+    world.run(60.0)
+    gaps = [later - earlier for earlier, later in pairwise(world.times(fx.Merge))]
+    assert gaps[:4] == sorted(gaps[:4])
+    assert gaps[-1] >= 8.0
+    assert len(gaps) < 15
+
+
 def test_a_member_sleeps_while_a_contribution_is_examined():
     """A wake-up time in the past would turn the control thread in a loop."""
     state = start(grace_seconds=0.0, quorum_size=1)

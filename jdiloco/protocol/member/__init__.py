@@ -61,7 +61,7 @@ def wake_at(state: MemberState) -> float:
     closable = state.waits.closable
     collecting = state.closing.mine and state.closing.phase is Phase.OPEN
     if collecting and closings.settled(state.closing) and closable is not None:
-        times.append(max(closable + close.grace(state), state.hold))
+        times.append(max(closable + close.grace(state), state.hold, state.waits.retry))
     return min(times)
 
 

@@ -12,7 +12,7 @@ from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Closing, Phase, Report
 from jdiloco.protocol.keys import ClaimKey, write_id
 from jdiloco.protocol.member.follow import take_record, write
-from jdiloco.protocol.member.state import MemberState, Turn, mix
+from jdiloco.protocol.member.state import MemberState, Turn, Waits, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
 from jdiloco.protocol.rules import Life
 
@@ -52,7 +52,8 @@ def _decide(turn: Turn) -> None:
         turn.set(waits=replace(state.waits, closable=turn.now))
     since = turn.state.waits.closable
     assert since is not None
-    if closings.all_in(closing, verdict) or turn.now >= since + grace(state):
+    waited = closings.all_in(closing, verdict) or turn.now >= since + grace(state)
+    if waited and turn.now >= state.waits.retry:
         _merge(turn)
 
 
@@ -115,10 +116,20 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
             turn.add(fx.Delete(keys))
         return
     if event.anchor is None:
-        turn.set(closing=closings.merge_failed(closing))
+        turn.set(closing=closings.merge_failed(closing), waits=_later(turn))
         turn.degrade(f"closing round {event.round} failed: {event.error}")
         return
     _write_record(turn, closing, event)
+
+
+def _later(turn: Turn) -> Waits:
+    """A merge that fails fails often: the next tries come ever later, at most a lease apart.
+
+    Listings that succeed meanwhile say nothing of it, so it has a wait of its own.
+    """
+    state = turn.state
+    wait = min(state.poll_seconds * 2**state.waits.failed, state.rules.lease_seconds)
+    return replace(state.waits, failed=state.waits.failed + 1, retry=turn.now + wait)
 
 
 def _write_record(turn: Turn, closing: Closing, merged: fx.Merged | None = None) -> None:

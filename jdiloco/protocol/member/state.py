@@ -40,6 +40,8 @@ class Waits:
     accepted: float | None = None  # The first contribution was accepted.
     closable: float | None = None  # Seen by the closer.
     merging: float | None = None
+    failed: int = 0  # Attempts to merge that came to nothing.
+    retry: float = 0.0  # No further attempt before this.
     seemed_closable: float | None = None  # Seen by everybody else.
 
 
