@@ -61,7 +61,8 @@ class DiLoCo:
 
     quorum_size: int = 1
     """Contributions after which a round may close. 1 never waits for anybody; the number of nodes
-    waits for all of them, while they live."""
+    waits for all that live and train. Nodes that have not come yet are not waited for: start them
+    together where every round must have everybody."""
 
     grace_seconds: float | None = None
     """How long a closable round goes on collecting. None estimates it from the time that the steps
