@@ -50,7 +50,7 @@ def algorithm(plan: Plan) -> jdiloco.DiLoCo:
 
     The outer step is gentler than the default, 0.7 with momentum 0.9: that is made for hundreds of
     rounds of a fragment. This run has about 15, and would still carry most of them in its momentum
-    when it ends; tried, that gives away half of what the nodes gain together.
+    when it ends.
     """
     return jdiloco.DiLoCo(
         sync_every=plan.sync_every,
