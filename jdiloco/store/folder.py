@@ -63,15 +63,17 @@ T = TypeVar("T")
 class FolderStore:
     """Objects as files below `path`. Any number of processes and machines may open it at once.
 
-    Opening and reading change nothing on the disk; the first `create` makes the folder.
+    Opening and reading change nothing on the disk: `prepare`, or the first `create`, makes the
+    folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(path)
         self._writing = os.path.join(self._root, _WRITING)
         self._leftovers_removed = False
-        if os.path.exists(self._root) and not os.path.isdir(self._root):
-            raise UsageError(f"`{self._root}` is a file. A run needs a folder: give another path.")
+        file = _file_in_the_way(self._root)
+        if file is not None:
+            raise self._in_the_way(file)
 
     @property
     def url(self) -> str:
@@ -80,6 +82,26 @@ class FolderStore:
 
     def __repr__(self) -> str:
         return f"FolderStore({self._root!r})"
+
+    def prepare(self) -> None:
+        """Makes the folder and proves that a file can be written in it; nothing else stays there.
+
+        Raises UsageError at once where it cannot, with the reason that the operating system gives,
+        and then leaves nothing behind.
+        """
+        missing = _missing(self._root)
+        try:
+            _again_while_stale(self._write_and_remove)
+        except BaseException as error:
+            for directory in missing:
+                _remove_if_empty(directory)
+            if not isinstance(error, OSError):
+                raise
+            raise UsageError(
+                f"Folder `{self._root}`: no file can be written there, as the operating system "
+                f"says {_reason(error)} at `{error.filename or self._root}`. Put that right, or "
+                "give the path of a folder that this process may write to."
+            ) from error
 
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
         """See `Store.create`. When it returns, the object outlives a power failure."""
@@ -122,19 +144,14 @@ class FolderStore:
         return f"{self._root}/{key}"
 
     def _trying(self, verb: str, key: str, step: Callable[[], T]) -> T:
-        for tries_left in reversed(range(TRIES)):
-            try:
-                return step()
-            except OSError as error:
-                if error.errno in _TRY_AGAIN and tries_left:
-                    continue
-                name = errno.errorcode.get(error.errno or 0, "an unknown error")
-                raise StoreUnavailable(
-                    f"Folder `{self._root}`: {verb} `{key}` failed with {name} ({error.strerror}) "
-                    f"at `{error.filename or self._path(key)}`. Once that is put right, the same "
-                    "call can be made again."
-                ) from error
-        raise AssertionError("unreachable: the last try returns or raises")
+        try:
+            return _again_while_stale(step)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"Folder `{self._root}`: {verb} `{key}` failed with {_reason(error)} at "
+                f"`{error.filename or self._path(key)}`. Once that is put right, the same call can "
+                "be made again."
+            ) from error
 
     # Writing
 
@@ -144,18 +161,36 @@ class FolderStore:
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
             return False
-        except NotADirectoryError:
-            raise self._nested_below(key) from None
+        except NotADirectoryError as error:
+            raise self._below_a_file(key, error) from None
         if stat.S_ISDIR(mode):
             raise nested(key, f"{key}/…")
         # Whoever put it there may have died before this; what is reported as there must stay.
         _sync_directory(os.path.dirname(path))
         return True
 
-    def _nested_below(self, key: str) -> Exception:
-        parts = key.split("/")
-        above = ("/".join(parts[:length]) for length in range(1, len(parts)))
-        return nested(next((k for k in above if os.path.isfile(self._path(k))), "…"), key)
+    def _below_a_file(self, key: str, error: NotADirectoryError) -> Exception:
+        """What to raise for a key whose path goes on below a file."""
+        file = _file_in_the_way(self._path(key))
+        if file is None:  # Gone since: the next try may do better.
+            return error
+        if file.startswith(self._path("")):
+            return nested(file.removeprefix(self._path("")), key)
+        return self._in_the_way(file)
+
+    def _in_the_way(self, file: str) -> UsageError:
+        if file == self._root:
+            return UsageError(f"`{file}` is a file. A run needs a folder: give another path.")
+        return UsageError(
+            f"`{self._root}` can be no folder, as `{file}` is a file. A run needs a folder: give a "
+            "path that leads through folders only."
+        )
+
+    def _write_and_remove(self) -> None:
+        try:
+            os.unlink(self._write([memoryview(b"can be written")]))
+        finally:
+            _remove_if_empty(self._writing)  # A writer that misses it makes it again.
 
     def _write(self, views: Sequence[memoryview]) -> str:
         """Writes a new file to the disk and returns its path."""
@@ -202,8 +237,8 @@ class FolderStore:
             try:
                 created = exclusive.publish(temporary, path)
                 break
-            except NotADirectoryError:
-                raise self._nested_below(key) from None
+            except NotADirectoryError as error:
+                raise self._below_a_file(key, error) from None
             except FileNotFoundError:
                 if not tries_left:
                     raise
@@ -245,11 +280,40 @@ class FolderStore:
 
     def _remove_empty(self, directory: str) -> None:
         while directory:
-            try:
-                os.rmdir(self._path(directory))
-            except OSError:
-                return  # Not empty, or gone already: either way there is nothing to do.
+            if not _remove_if_empty(self._path(directory)):
+                return
             directory = directory.rpartition("/")[0]
+
+
+def _again_while_stale(step: Callable[[], T]) -> T:
+    for tries_left in reversed(range(TRIES)):
+        try:
+            return step()
+        except OSError as error:
+            if error.errno not in _TRY_AGAIN or not tries_left:
+                raise
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _reason(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "an unknown error")
+    return f"{name} ({error.strerror})"
+
+
+def _missing(path: str) -> list[str]:
+    """`path` and what is above it, the lowest first, as far as it is not there."""
+    found: list[str] = []
+    while not os.path.lexists(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+def _file_in_the_way(path: str) -> str | None:
+    """The file, at `path` or above it, that keeps `path` from being a folder."""
+    for missing in _missing(path)[-1:]:
+        path = os.path.dirname(missing)
+    return path if os.path.exists(path) and not os.path.isdir(path) else None
 
 
 def _may_hold(directory: str, prefix: str, after: str) -> bool:
@@ -280,6 +344,15 @@ def _read(path: str, start: int, stop: int | None) -> bytes | None:
             return file.read(max(0, end - start))
     finally:
         os.close(descriptor)
+
+
+def _remove_if_empty(directory: str) -> bool:
+    """Removes a directory, unless it holds something or is gone already; whether it did."""
+    try:
+        os.rmdir(directory)
+    except OSError:
+        return False
+    return True
 
 
 def _unlink(path: str) -> None:

@@ -405,3 +405,68 @@ def test_a_file_is_refused_where_a_folder_is_wanted(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UsageError, match="is a file"):
         FolderStore(tmp_path / "file")
+
+
+def test_a_path_below_a_file_is_refused_naming_the_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"`[^`]*/file/x/y` can be no folder, as `[^`]*/file` is"):
+        FolderStore(tmp_path / "file/x/y")
+
+
+def test_a_file_that_takes_the_place_of_the_folder_is_named(store, tmp_path):
+    (tmp_path / "run").write_bytes(b"")
+    with pytest.raises(UsageError, match=f"`{store.url}` is a file"):
+        store.create("a/k", b"1")
+
+
+def test_preparing_makes_the_folder_and_nothing_in_it(tmp_path):
+    store = FolderStore(tmp_path / "runs/demo")
+    for _ in range(2):
+        store.prepare()
+        assert below(tmp_path) == ["runs", "runs/demo"]
+    store.create("k", b"1")
+    store.prepare()
+    assert store.list("") == [Entry("k", 1)]
+
+
+@pytest.mark.parametrize("path", ["/proc/nowhere/x", "/sys/kernel/x/y"])
+def test_where_no_folder_can_be_made_preparing_says_so_with_the_systems_reason(path):
+    if not os.path.isdir(os.path.dirname(os.path.dirname(path))):
+        pytest.skip("this system has no such folder")
+    reasons = "ENOENT|EPERM|EACCES|EROFS"
+    with pytest.raises(UsageError, match=rf"Folder `{path}`: .*({reasons}) \(.*\) at `"):
+        FolderStore(path).prepare()
+
+
+def test_preparing_below_a_file_that_came_later_says_where_it_is(tmp_path):
+    store = FolderStore(tmp_path / "file/x")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"ENOTDIR .* at `[^`]*/file/x"):
+        store.prepare()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+def test_failing_to_prepare_leaves_nothing_behind(tmp_path, monkeypatch, call, code):
+    store = FolderStore(tmp_path / "runs/demo")
+    wanted = rf"`{store.url}`.* {errno.errorcode[code]} \({os.strerror(code)}\)"
+    monkeypatch.setattr(os, call, failing(code))
+    with pytest.raises(UsageError, match=wanted):
+        store.prepare()
+    assert below(tmp_path) == []
+
+
+def test_failing_to_prepare_leaves_what_was_there(store, tmp_path, monkeypatch):
+    store.create("a/k", b"1")
+    before = below(tmp_path)
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(UsageError, match="ENOSPC"):
+        store.prepare()
+    monkeypatch.undo()
+    assert set(before) - set(below(tmp_path)) <= {"run/~writing"}
+    assert store.create("b/k", b"1")
+
+
+def test_a_stale_handle_is_looked_up_again_before_a_folder_is_refused(store, monkeypatch):
+    monkeypatch.setattr(os, "open", failing(errno.ESTALE, times=2, then=os.open))
+    store.prepare()
