@@ -36,6 +36,7 @@ Tested
 from __future__ import annotations
 
 import os
+import re
 from urllib.parse import unquote, urlsplit
 
 from jdiloco.errors import UsageError
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 _BUCKETS = ("s3", "gs", "az")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(.*)", re.DOTALL)
 _CHOICES = "a folder (`runs/demo`, `file:///data/demo`) or `memory://demo`"
 
 
@@ -63,13 +65,15 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """The store that a path or URL names; a store is passed through.
 
     `runs/demo` and `file:///data/demo` are folders, made by the first write; `memory://demo` is
-    one store for everybody in this process who uses that name.
+    one store for everybody in this process who uses that name. A relative path that begins like a
+    URL (`a:b`) is written `./a:b`.
     """
     if isinstance(where, Store):
         return where
     text = os.fspath(where)
     scheme, separator, rest = text.partition("://")
     if not separator:
+        _refuse_half_a_url(text)
         return _open_folder(text)
     match scheme:
         case "file":
@@ -79,6 +83,28 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
         case _ if scheme in _BUCKETS:
             raise UsageError(f"{text!r}: this version has no bucket store yet. Use {_CHOICES}.")
     raise UsageError(f"{text!r}: there is no store for `{scheme}://`. Use {_CHOICES}.")
+
+
+def _refuse_half_a_url(text: str) -> None:
+    """Refuses `memory:/demo` and its like, of which a folder called `memory:` would be made."""
+    found = _SCHEME.fullmatch(text)
+    if not found:
+        return
+    scheme, rest = found.groups()
+    name = rest.lstrip("/") or "demo"
+    match scheme:
+        case "file":
+            meant = f"Write `file:///{name}`, or the path alone"
+        case "memory":
+            meant = f"Write `memory://{name}`"
+        case _ if scheme in _BUCKETS:
+            meant = f"This version has no bucket store yet. Use {_CHOICES}"
+        case _:
+            meant = f"There is no store for `{scheme}:`. Use {_CHOICES}"
+    raise UsageError(
+        f"{text!r} begins like a URL but has no `{scheme}://`. {meant}. If it is a path, write "
+        f"`./{text}` or the absolute path."
+    )
 
 
 def _open_folder(path: str) -> FolderStore:

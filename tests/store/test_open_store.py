@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ def test_paths_and_file_urls_are_folders(tmp_path, monkeypatch):
         "~/demo": tmp_path / "demo",
         "file:///data/my%20demo": "/data/my demo",
         "file://localhost/data/demo": "/data/demo",
-        "odd:name": tmp_path / "odd:name",
+        "./odd:name": tmp_path / "odd:name",
+        Path("/data/odd:name"): "/data/odd:name",
+        "runs/10:30": tmp_path / "runs/10:30",
+        "10:30": tmp_path / "10:30",
     }
     for where, path in wanted.items():
         store = open_store(where)
@@ -60,3 +64,26 @@ def test_a_file_url_of_another_machine_or_with_more_than_a_path_is_refused(url):
 def test_a_file_url_without_a_path_is_refused():
     with pytest.raises(UsageError, match="names no folder"):
         open_store("file://")
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        ("memory:/x", "Write `memory://x`"),
+        ("memory:x", "Write `memory://x`"),
+        (Path("memory://x"), "Write `memory://x`"),
+        ("memory:", "Write `memory://demo`"),
+        ("file:/data/x", "Write `file:///data/x`"),
+        ("s3:/bucket/x", "no bucket store yet"),
+        ("Memory:/x", "no store for `Memory:`"),
+        ("c:/data", "no store for `c:`"),
+        ("odd:name", "`./odd:name`"),
+    ],
+)
+def test_half_a_url_is_refused_with_what_to_write_and_makes_no_folder(
+    where, wanted, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(wanted)):
+        open_store(where)
+    assert list(tmp_path.iterdir()) == []
