@@ -55,7 +55,8 @@ class NodeFigures:
 
     node: str
     ending: str
-    steps: int
+    steps: int  # That it trained.
+    first_step: int  # Of the plan: where the run was when the node came.
     loss: float | None  # Mean training loss of its last report.
     rounds: int  # In which a contribution of it was merged.
     merged: float
@@ -125,7 +126,7 @@ class Report:
 def read_rounds(mailbox: Path) -> tuple[RoundFigures, ...]:
     """The rounds of the run in a mailbox; none if no run was created."""
     try:
-        run = read_run(mailbox)
+        run = read_run(mailbox.absolute())
     except UsageError:
         return ()
     return tuple(map(_round_figures, run.rounds))
@@ -188,6 +189,7 @@ def _node_figures(
         node=name,
         ending=ending,
         steps=_steps(plan, lines),
+        first_step=_first_step(plan, reports),
         loss=reports[-1]["loss"] if reports else None,
         rounds=len(merged_in),
         merged=merged,
@@ -230,6 +232,11 @@ def _steps(plan: Plan, lines: Iterable[Line]) -> int:
     return max((line["samples"] for line in lines if "loss" in line), default=0) // plan.rows
 
 
+def _first_step(plan: Plan, reports: Sequence[Line]) -> int:
+    """What journals count their steps from: the step of the plan at which a node began."""
+    return reports[0]["step"] - reports[0]["samples"] // plan.rows if reports else 0
+
+
 def _final_loss(lines: Iterable[Line]) -> float | None:
     return next((line["held_out"] for line in lines if line.get("final")), None)
 
@@ -264,6 +271,10 @@ def node_table(report: Report) -> Table:
     table.caption = "Samples are means over the fragments: processed = merged + dropped + pending."
     if any(node.last_known for node in report.nodes):
         table.caption += "\n* It did not live to tell: the last known figures."
+    late = (node for node in report.nodes if node.first_step)
+    begun = ", ".join(f"{node.node} began at step {node.first_step}" for node in late)
+    if begun:
+        table.caption += f"\n{begun}, where the run was."
     table.caption_justify = "left"
     return table
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -141,6 +142,22 @@ def test_the_table_fits_a_terminal_of_80_columns(report):
     assert "last known" in text
     assert "nonfinite 1, stale 2" in text
     assert "late 1, overwritten 13" in text
+
+
+def test_a_node_that_came_later_is_said_to_have_begun_where_the_run_was(journals):
+    """Its journal counts the steps of the plan, up to 80; it trained 30 of them."""
+    journals["node-3"] = [report_line(60, 2.4, 40), report_line(80, 2.3, 120)]
+    report = demo_report.collect(PLAN, ROUNDS, journals, {}, 12.0)
+    assert [(node.steps, node.first_step) for node in report.nodes] == [(80, 0), (40, 0), (30, 50)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(demo_report.render(report))
+    assert "\nnode-3 began at step 50, where the run was.\n" in re.sub(
+        " +\n", "\n", console.export_text()
+    )
+
+
+def test_nobody_is_said_to_have_come_later_when_all_began_at_the_start(report):
+    assert "began" not in str(demo_report.node_table(report).caption)
 
 
 def test_the_report_is_written_as_json_and_text(report, tmp_path):
