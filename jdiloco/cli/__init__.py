@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,27 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    """Prints the version that is installed, and ends."""
+    if not wanted:
+        return
+    try:
+        version = importlib.metadata.version("jdiloco")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(run from its source, not installed)"
+    typer.echo(f"jdiloco {version}")
+    raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """DiLoCo for JAX: train one model on machines that barely talk to each other."""
 
 
@@ -29,14 +49,16 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of text files to train on. By default the source files of Python's "
-            "standard library on this machine.",
+            help="Folder of text files to train on, with at least 200,000 bytes in all. By default "
+            "the source files of Python's standard library on this machine.",
             exists=True,
             file_okay=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of a node.")] = 1200,
-    nodes: Annotated[int, typer.Option(help="Nodes at the start; one more joins later.")] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps of a node, at least 160.")] = 1200,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes at the start, at least 2; one more joins later.")
+    ] = 4,
     out: Annotated[Path, typer.Option(help="Folder for the mailbox and the results.")] = Path(
         "runs/demo"
     ),

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from jdiloco.errors import UsageError
+from jdiloco.store import FolderStore
 
 KIND = "jdiloco demo"
 """Marks `demo.json`, and with it the folder, as one that a demo made and a demo may replace."""
@@ -136,6 +137,7 @@ class Folder:
                 f"{self.path} holds the result of an earlier demo, and `--keep` keeps it. "
                 f"Name another folder with `--out`."
             )
+        FolderStore(self.path).prepare()
         self._clear()
         for folder in (self.mailbox, self.path / "data", self.path / "nodes"):
             folder.mkdir(parents=True)
@@ -143,7 +145,13 @@ class Folder:
         self.plan.write_text(json.dumps(body, indent=2) + "\n")
 
     def refuse_foreign(self) -> None:
-        """Raises when the path is there and no demo made it."""
+        """Raises when the path is there and no demo made it, and for what was meant as a URL."""
+        scheme = self.path.parts[:1]
+        if len(self.path.parts) > 1 and scheme[0].endswith(":"):
+            raise UsageError(
+                f"`--out` was given `{self.path}`, which begins like a URL. The results go into a "
+                f"folder of this machine: give its path, as in `--out runs/demo`."
+            )
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if _kind(self.plan) != KIND:

@@ -53,7 +53,8 @@ class Child:
         The parent holds the other end of its standard input. Should the parent die, however that
         happens, the child reads the end of it and stops.
         """
-        command = [sys.executable, "-m", "jdiloco.cli.demo_node", str(folder.path), *arguments]
+        path = str(folder.path.absolute())  # `a:b` alone could be a URL that lacks its slashes.
+        command = [sys.executable, "-m", "jdiloco.cli.demo_node", path, *arguments]
         with folder.log(name).open("ab") as log:
             process = subprocess.Popen(
                 command,

@@ -1,14 +1,18 @@
 """The demo's folder, its journals, and what the command line says before anything starts."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from jdiloco.cli import app
+from jdiloco.cli import app, demo_report
+from jdiloco.cli.demo_data import BYTES_MIN
 from jdiloco.cli.demo_journal import Follower, Journal
 from jdiloco.cli.demo_plan import Folder, Plan
+from jdiloco.cli.demo_process import Child
 from jdiloco.errors import UsageError
 from jdiloco.events import Waiting
 
@@ -79,6 +83,46 @@ def test_help_names_the_options():
     assert result.exit_code == 0
     for option in ("--data", "--steps", "--nodes", "--out", "--keep", "--seed", "--no-kill"):
         assert option in result.output
+
+
+def test_help_names_the_limits_that_the_refusals_name():
+    result = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert f"at least {BYTES_MIN:,} bytes" in result.output
+    assert f"at least {2 * Plan().sync_every}." in result.output
+    assert "at least 2;" in result.output
+
+
+def test_the_version_is_that_of_the_package():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert re.fullmatch(
+        r"jdiloco (\d+\.\d+\S*|\(run from its source, not installed\))\n", result.output
+    )
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/run", "memory:/x"])
+def test_a_url_is_no_folder_for_the_results(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="begins like a URL"):
+        Folder(Path(out)).prepare(Plan())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_colon_reaches_the_processes_as_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Folder(Path("a:b"))
+    folder.prepare(Plan())
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    Child.start(folder, "node-1", ["node", "node-1", "0"])
+    assert str(tmp_path / "a:b") in started[0]
+    assert demo_report.read_rounds(folder.mailbox) == ()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        Folder(tmp_path / "file/demo").prepare(Plan())
 
 
 @pytest.mark.multiprocess
