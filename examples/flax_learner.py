@@ -4,8 +4,8 @@
     python flax_learner.py --mailbox /mnt/shared/run-1 --rank 1 --ranks 2
 
 The mailbox is a folder that both machines see, a network mount for instance; for two processes of
-one machine, any folder. Which of them starts first, and whether one is killed and started again, does not matter. Without
-what is marked (1) to (3) it is an ordinary program for one machine.
+one machine, any folder. Which of them starts first, and whether one is killed and started again,
+does not matter. Without what is marked (1) to (3) it is an ordinary program for one machine.
 
 You should see the loss of both fall, a line for each round, and at the end the held-out loss of the
 model that they trained together, as in
@@ -14,9 +14,9 @@ model that they trained together, as in
     ...
     held-out loss of the committed model: 1.87
 
-Figures vary from run to run. Two ended between 1.84 and 1.88, which is about 0.05 lower than one of
-them alone, on its half of the text; each took about half a minute. The two may differ a little, as
-the one that leaves first does not see the last commits.
+Figures vary from run to run. Two on one machine ended between 1.84 and 1.88, about 0.05 lower than
+one alone on its half of the text, in about half a minute. The two may differ a little, as the one
+that leaves first may miss the last commits.
 """
 
 from __future__ import annotations
