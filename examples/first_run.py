@@ -1,6 +1,6 @@
 """A node in twenty lines. Start it in two terminals at once: both train one model. About 10 s.
 
-You should see one line for each event, and at the end the same loss from both:
+You should see one line for each event, and at the end the same small loss from both:
 
     loss of the run's newest values: 0.0000
 """
@@ -27,10 +27,12 @@ def train_step(params, opt_state, key):
 
 
 params = {"w": jnp.zeros(8), "b": jnp.zeros(())}
-algorithm = jdiloco.DiLoCo(sync_every=50, fragments=2, overlap_steps=10, outer_momentum=0.5)
-with jdiloco.Session(params, algorithm, mailbox="runs/first", poll_interval=0.1) as session:
+algorithm = jdiloco.DiLoCo(sync_every=50, fragments=2, overlap_steps=5, outer_momentum=0.5)
+with jdiloco.Session(
+    params, algorithm, mailbox="runs/first", poll_interval=0.1, leave_with_run=True
+) as session:
     params, opt_state = session.params, optimizer.init(params)
-    for key in jax.random.split(jax.random.key(1), 1000):
+    for key in jax.random.split(jax.random.key(hash(session.node_id)), 1000):
         params, opt_state = train_step(params, opt_state, key)
         params = session.step(params, samples=32)
 held_out = jax.random.normal(jax.random.key(0), (512, 8))

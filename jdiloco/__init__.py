@@ -8,6 +8,9 @@
     merge_deltas, outer_nesterov, fp32_master      its three links
     contribution_weight       samples² / steps
     path_names, explain_routing                    what tensors are called, and how each is merged
+    log_events, JsonLines     what to do with events (`jdiloco.events`); the first is the default
+
+What can go wrong is in `jdiloco.errors`, sorted by what the caller does next.
 
 Names are imported when they are first used, so that `jdiloco --help` does not wait for JAX.
 """

@@ -15,9 +15,10 @@ logger = logging.getLogger("jdiloco")
 def log_events(event: Event) -> None:
     """Logs one line for each event, under the name `jdiloco`. The default.
 
-    Where a program has set up no logging, the lines go to standard error.
+    Where a program has not set up logging to show them, the lines go to standard error. To have
+    them elsewhere set a level or a handler for `logging.getLogger("jdiloco")` or for the root.
     """
-    if not _has_handlers():
+    if not _is_set_up():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s jdiloco %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
@@ -27,10 +28,13 @@ def log_events(event: Event) -> None:
     logger.log(level, "%s", event)
 
 
-def _has_handlers() -> bool:
-    """Whether somebody set up logging; absl, which Orbax imports, puts a handler at the root."""
-    at_root = [h for h in logging.root.handlers if not type(h).__module__.startswith("absl")]
-    return bool(logger.handlers or at_root)
+def _is_set_up() -> bool:
+    """Whether somebody chose where these lines go.
+
+    A handler at the root alone proves nothing: importing Orbax puts one there, for warnings.
+    """
+    chosen = logger.handlers or logger.level != logging.NOTSET
+    return bool(chosen or (logging.root.handlers and logging.root.level <= logging.INFO))
 
 
 class JsonLines:

@@ -19,18 +19,19 @@ import numpy as np
 
 from jdiloco import events
 from jdiloco.callbacks import log_events
-from jdiloco.errors import UsageError
+from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol import joining
 from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.contributions import COUNT_MAX
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.schema import Schema
-from jdiloco.store import open_store
+from jdiloco.store import FolderStore, open_store
 from jdiloco.store.base import Store
 
 LEAVE_SECONDS = 2.0
@@ -92,6 +93,7 @@ class Session:
         leave_with_run: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        _check_arguments(algorithm, mailbox, callbacks)
         if not poll_interval > 0:
             raise UsageError(f"`poll_interval` must be above 0 seconds, got {poll_interval!r}.")
         if poll_interval * 4 > algorithm.beat_seconds:
@@ -101,7 +103,7 @@ class Session:
                 "Poll more often, or beat less."
             )
         self.algorithm = algorithm
-        self.stopped_by: str | None = None
+        self._stopped_by: str | None = None
         self._clock = clock or Clock()
         self._mailbox = mailbox
         self._poll_interval = poll_interval
@@ -114,7 +116,7 @@ class Session:
         self._schema = Schema.of(self._holder.specs, algorithm)
         self._stop_signal: int | None = None
         self._open = contextlib.ExitStack()
-        self._entered = False
+        self._entered = self._left = False
         self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
         self._node: Node | None = None
         self._learner: Learner | None = None
@@ -148,6 +150,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> bool:
         stopped = kind is not None and issubclass(kind, _StopRequested)
         because = "stopped" if stopped else "failed" if kind else "finished"
+        self._left = True
         with self._open:
             try:
                 if kind is None:
@@ -198,6 +201,8 @@ class Session:
 
     def _join(self, scratch: Path) -> None:
         store = open_store(self._mailbox)
+        if isinstance(store, FolderStore):
+            store.prepare()
         performer = Performer(
             store,
             self._clock,
@@ -209,7 +214,7 @@ class Session:
             self._join_run(store, performer, scratch)
 
     def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
-        manifest, data, created = self._find_run(performer)
+        manifest, data, created = self._find_run(store, performer)
         keys = Keys(manifest.run)
         life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
         chain, newest = newest_values(performer, performer.library(self._schema), manifest, data)
@@ -241,7 +246,7 @@ class Session:
             )
         )
 
-    def _find_run(self, performer: Performer) -> tuple[Manifest, bytes, bool]:
+    def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
         creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
 
         def describe(checkpoint: Checkpoint) -> Manifest:
@@ -258,7 +263,7 @@ class Session:
 
         found = joining.find_or_create(creator, self._waiting(), describe)
         data, created = performer.run(found)
-        manifest = unseal(MANIFEST, data, Manifest)
+        manifest = _read_manifest(store, data)
         self.algorithm.check_against(manifest.algorithm)
         self._schema.check_against(manifest)
         self._schema = Schema.of_manifest(manifest)
@@ -284,6 +289,11 @@ class Session:
         )
 
     # What a user calls
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The signal that ended the block, `"SIGTERM"` or `"SIGINT"`; None when none did."""
+        return self._stopped_by
 
     @property
     def node_id(self) -> str:
@@ -316,14 +326,22 @@ class Session:
             self._check_stop()
             learner.step(None, samples=rows, steps=count)
             return None
+        if self._left:
+            raise UsageError("The block of this session has ended. Open another to train on.")
         if not self._was_read:
             raise UsageError(
                 "`step` was called before `session.params` was read, so this node trains from its "
                 "own values and not from the run's. Begin with `params = session.params`."
             )
-        self._params = params
+        if params is None:
+            raise UsageError("Pass the parameters: `params = session.step(params, samples=n)`.")
+        before, self._params = self._params, params
         self._check_stop()
-        self._params = learner.step(params, samples=rows, steps=count)
+        try:
+            self._params = learner.step(params, samples=rows, steps=count)
+        except UsageError:
+            self._params = before  # What was refused is not what this node holds.
+            raise
         return self._params
 
     def _refuse_params(self, params: Any) -> None:
@@ -385,8 +403,34 @@ class Session:
 
     def _check_stop(self) -> None:
         if self._stop_signal is not None:
-            self.stopped_by = signal.Signals(self._stop_signal).name
-            raise _StopRequested(self.stopped_by)
+            self._stopped_by = signal.Signals(self._stop_signal).name
+            raise _StopRequested(self._stopped_by)
+
+
+def _check_arguments(algorithm: Any, mailbox: Any, callbacks: Any) -> None:
+    """What a slip of the hand leaves behind; everything else is checked where it is used."""
+    if not isinstance(algorithm, DiLoCo):
+        raise UsageError(
+            f"`algorithm` is {algorithm!r:.80}. "
+            "Call Session(params, jdiloco.DiLoCo(sync_every=…, fragments=…), mailbox)."
+        )
+    if mailbox is None:
+        raise UsageError("`mailbox` is None. Name a folder that every node of the run can reach.")
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise UsageError(
+            f"`callbacks` is {callbacks!r:.80}. Pass a sequence of functions of one event, "
+            "`callbacks=(jdiloco.log_events,)`, or () for none."
+        )
+
+
+def _read_manifest(store: Store, data: bytes) -> Manifest:
+    try:
+        return unseal(MANIFEST, data, Manifest)
+    except FormatError as error:
+        raise FormatError(
+            f"What {store.url} holds is no run this build can read: {error} "
+            "Name another mailbox, or move what is there out of the way."
+        ) from error
 
 
 def _holder(params: Any) -> Holder:
@@ -412,7 +456,7 @@ def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
         data = performer.run(joining.read_manifest())
         if data is None:
             raise UsageError(f"There is no run in {store.url}: it holds no `{MANIFEST}`.")
-        manifest = unseal(MANIFEST, data, Manifest)
+        manifest = _read_manifest(store, data)
         holder = _holder(like)
         schema = Schema(holder.specs, manifest.plan)
         schema.check_against(manifest)
@@ -426,6 +470,8 @@ def _count(name: str, value: Any) -> int:
         count = operator.index(value)
     except TypeError:
         count = -1
-    if count < 0:
-        raise UsageError(f"`{name}` counts something: a whole number of at least 0, not {value!r}.")
+    if not 0 <= count <= COUNT_MAX:
+        raise UsageError(
+            f"`{name}` counts something: a whole number from 0 to {COUNT_MAX}, not {value!r}."
+        )
     return count

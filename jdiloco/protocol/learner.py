@@ -176,11 +176,23 @@ def waiting_for(state: LearnerState) -> int | None:
 
 
 def steps_to_due(state: LearnerState) -> int | None:
-    """Steps after which `trained` may have an effect; None when only a commit can change that."""
+    """Steps after which a round is due or training has to wait; None when neither can be."""
+    steps = [*_steps_to_publish(state), *_steps_to_wait(state)]
+    return max(1, min(steps)) if steps else None
+
+
+def _steps_to_publish(state: LearnerState) -> tuple[int, ...]:
     index = fragment_of(state.next_round, state.rules.fragments)
     if not _may_publish(state, state.fragments[index]):
-        return None
-    return 1 if state.follow == state.next_round else max(1, _gap(state) - state.since)
+        return ()
+    return (1 if state.follow == state.next_round else _gap(state) - state.since,)
+
+
+def _steps_to_wait(state: LearnerState) -> tuple[int, ...]:
+    limit = state.rules.overlap_steps
+    if limit is None or state.finishing:
+        return ()
+    return tuple(limit - (state.steps - item.at_step) for item in outstanding(state))
 
 
 def _gap(state: LearnerState) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -23,82 +24,72 @@ class DiLoCo:
     """How a run trains. Two nodes of one run must agree on every field; the manifest holds them.
 
     Decoupled DiLoCo is the default. Standard DiLoCo is `fragments=1, in_flight=1, overlap_steps=0,
-    merge=weighted_mean()` with `quorum_size` the number of nodes; Local SGD is `outer_lr=1,
-    outer_momentum=0, merge=weighted_mean()`: each commit is then the weighted average of the
-    learners' parameters.
+    follow=0, merge=weighted_mean()` with `quorum_size` the number of nodes. Local SGD is
+    `outer_lr=1, outer_momentum=0, merge=weighted_mean()`: each commit is then the weighted average
+    of the learners' parameters.
+
+    Settings:
+      sync_every: Steps between two syncs of one fragment (H). More saves bandwidth and lets
+        learners drift further apart; 24 to 500 is usual.
+      fragments: Into how many parts the model is cut (P ≤ H, at most one per tensor). More spreads
+        the traffic; 1 sends everything at once, 8 to 24 is usual for a large model.
+      merge: How the deltas of a round become one: `rda()` keeps their length, `weighted_mean()`
+        lets disagreement shorten it.
+      outer_lr: η of the outer step. 0.7 for most models; 1 with no momentum takes the merge as it
+        is.
+      outer_momentum: β of the outer step. Multiplies a steady delta by up to 1/(1 − β): use less
+        where `sync_every` is below about 10.
+      in_flight: Rounds that a learner may have published and not yet aligned (τ), at most
+        `fragments`. None is the smaller of 2 and `fragments`.
+      overlap_steps: Steps a learner may train past a round it published before it waits for the
+        commit. 0 is standard DiLoCo's barrier; None never waits.
+      follow: Publish early once this many others have reported to the round. 0 never does; None is
+        one less than the quorum or than the learners there are, at least 1.
+      quorum_size: Contributions after which a round may close. 1 never waits for anybody; the
+        number of nodes waits for all that live and train. Nodes that have not come yet are not
+        waited for: start them together where every round must have everybody.
+      grace_seconds: How long a closable round goes on collecting. None estimates it from the time
+        that the steps in flight leave, 0 closes at once.
+      round_seconds: A round with at least one contribution closes after this long. None: no such
+        limit.
+      partition: Which tensors make a fragment: `by_bytes()` or `strided(block_pattern)`.
+      delta_dtype: Precision of deltas on the wire: None (the parameter's own), "float32",
+        "bfloat16" or "float16". Deltas are subtracted in float32 before they are narrowed.
+      flush_on_close: Whether a node that has run out of data publishes the steps of its unfinished
+        rounds.
+      keep_rounds: Rounds after which contributions are removed from the mailbox; until then the
+        round can be recomputed from them.
+      checkpoint_every: Cycles of `fragments` rounds between two run checkpoints. Fewer make joining
+        quicker.
+      beat_seconds: How often a node says that it is alive. At least four polls; each is one small
+        object.
+      lease_seconds: Silence after which a node counts as dead, and how long its death can delay a
+        round. At least two beats.
     """
 
     sync_every: int
-    """Steps between two syncs of one fragment (H). More saves bandwidth and lets learners drift
-    further apart; 24 to 500 is usual."""
-
     fragments: int
-    """Into how many parts the model is cut (P ≤ H, at most one per tensor). More spreads the
-    traffic; 1 sends everything at once, 8 to 24 is usual for a large model."""
-
     merge: Merge = dataclasses.field(default_factory=rda)
-    """How the deltas of a round become one: `rda()` keeps their length, `weighted_mean()` lets
-    disagreement shorten it."""
-
     outer_lr: float = 0.7
-    """η of the outer step. 0.7 for most models; 1 with no momentum takes the merge as it is."""
-
     outer_momentum: float = 0.9
-    """β of the outer step. Multiplies a steady delta by up to 1/(1 − β): use less where
-    `sync_every` is below about 10."""
-
     in_flight: int | None = None
-    """Rounds that a learner may have published and not yet aligned (τ), at most `fragments`. None
-    is the smaller of 2 and `fragments`."""
-
     overlap_steps: int | None = None
-    """Steps a learner may train past a round it published before it waits for the commit. 0 is
-    standard DiLoCo's barrier; None never waits."""
-
     follow: int | None = None
-    """Publish early once this many others have reported to the round. 0 never does; None is one
-    less than the quorum or than the learners there are, at least 1."""
-
     quorum_size: int = 1
-    """Contributions after which a round may close. 1 never waits for anybody; the number of nodes
-    waits for all that live and train. Nodes that have not come yet are not waited for: start them
-    together where every round must have everybody."""
-
     grace_seconds: float | None = None
-    """How long a closable round goes on collecting. None estimates it from the time that the steps
-    in flight leave, 0 closes at once."""
-
     round_seconds: float | None = None
-    """A round with at least one contribution closes after this long. None: no such limit."""
-
     partition: Partition = dataclasses.field(default_factory=by_bytes)
-    """Which tensors make a fragment: `by_bytes()` or `strided(block_pattern)`."""
-
     delta_dtype: str | None = None
-    """Precision of deltas on the wire: None (the parameter's own), "float32", "bfloat16" or
-    "float16". Deltas are subtracted in float32 before they are narrowed."""
-
     flush_on_close: bool = False
-    """Whether a node that has run out of data publishes the steps of its unfinished rounds."""
-
     keep_rounds: int = 2
-    """Rounds after which contributions are removed from the mailbox; until then the round can be
-    recomputed from them."""
-
     checkpoint_every: int = 10
-    """Cycles of `fragments` rounds between two run checkpoints. Fewer make joining quicker."""
-
     beat_seconds: float = 10.0
-    """How often a node says that it is alive. At least four polls; each is one small object."""
-
     lease_seconds: float = 30.0
-    """Silence after which a node counts as dead, and how long its death can delay a round. At least
-    two beats."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "sync_every", "fragments", "quorum_size", "checkpoint_every")
-        _check_fragments(self)
         _check_choices(self)
+        _check_fragments(self)
         merges.check_merge(self.merge)
         if self.outer_momentum > 0.8 and self.sync_every < SMALL_SYNC_EVERY:
             warnings.warn(
@@ -132,7 +123,8 @@ class DiLoCo:
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain values, as the manifest keeps them."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = [field.name for field in dataclasses.fields(self)]
+        plain = {name: _plain(getattr(self, name)) for name in fields}
         return {
             **plain,
             "merge": merges.to_json(self.merge),
@@ -154,6 +146,11 @@ class DiLoCo:
                 f"This node's settings differ from those the run was created with:\n{listed}\n"
                 "Use the run's, or another mailbox for another run."
             )
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's float64 is a Python float too, but not to JSON."""
+    return float(value) if isinstance(value, float) else value
 
 
 def _check_positive(algorithm: DiLoCo, *names: str) -> None:
@@ -179,21 +176,28 @@ def _check_fragments(algorithm: DiLoCo) -> None:
 
 
 def _check_choices(algorithm: DiLoCo) -> None:
-    for name, least in (
-        ("outer_lr", 0.0),
-        ("outer_momentum", 0.0),
-        ("overlap_steps", 0),
-        ("follow", 0),
-        ("grace_seconds", 0.0),
-        ("round_seconds", 0.0),
-        ("keep_rounds", 0),
-        ("beat_seconds", 0.01),
+    for name, kind, least in (
+        ("outer_lr", float, 0.0),
+        ("outer_momentum", float, 0.0),
+        ("in_flight", int, 1),
+        ("overlap_steps", int, 0),
+        ("follow", int, 0),
+        ("grace_seconds", float, 0.0),
+        ("round_seconds", float, 0.0),
+        ("keep_rounds", int, 0),
+        ("beat_seconds", float, 0.01),
+        ("lease_seconds", float, 0.02),
     ):
-        value = getattr(algorithm, name)
-        if value is None and name in ("overlap_steps", "follow", "grace_seconds", "round_seconds"):
+        value: Any = getattr(algorithm, name)
+        if value is None and algorithm.__dataclass_fields__[name].default is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            raise UsageError(f"`{name}` must be a number of at least {least}, got {value!r}.")
+        kinds = (int, float) if kind is float else (int,)
+        right = isinstance(value, kinds) and not isinstance(value, bool)
+        if not (right and math.isfinite(value) and value >= least):
+            raise UsageError(
+                f"`{name}` must be {'a' if kind is float else 'an'} {kind.__name__} of Python of "
+                f"at least {least} (it goes into the manifest as JSON), got {value!r}."
+            )
     if algorithm.outer_momentum >= 1:
         raise UsageError(f"`outer_momentum` must be below 1, got {algorithm.outer_momentum}.")
     if algorithm.lease_seconds < 2 * algorithm.beat_seconds:

@@ -176,7 +176,7 @@ class Node:
             try:
                 callback(event)
             except Exception:
-                logger.exception("jdiloco: a callback raised on %s", event)
+                logger.exception("a callback raised on %s", event)
 
     def leave(self, seconds: float, *, hurry: bool) -> None:
         """Says so with a last beat, as far as that goes in `seconds`, and ends every thread.
@@ -195,7 +195,7 @@ class Node:
             worker.stop()
         for name, worker in self._workers.items():
             if not worker.join(deadline - self._clock.now()):
-                logger.warning("jdiloco: left while a request (%s) was under way", name)
+                logger.info("left while a request (%s) was under way", name)
 
     def _say_left(self) -> None:
         state = self._state
@@ -211,7 +211,7 @@ class Node:
         try:
             self._loop()
         except Exception as error:
-            logger.exception("jdiloco: the control thread failed")
+            logger.exception("the control thread failed")
             failed = ClosingFailed(f"The control thread of this node ended on {error!r}.")
             failed.__cause__ = error
             self._halt(failed)
@@ -265,7 +265,7 @@ class Node:
                 self.emit(events.Warned(node=self.place.life.node, message=str(error)))
                 answer = failed()
             except Exception:
-                logger.exception("jdiloco: a request failed in a way nobody foresaw")
+                logger.exception("a request failed in a way nobody foresaw")
                 answer = failed()
             self._inbox.put(answer)
 
@@ -354,7 +354,7 @@ class Node:
         try:
             return contributions.encode(key, head, fetch())
         except Exception:
-            logger.exception("jdiloco: the delta of round %d could not be made", head.round)
+            logger.exception("the delta of round %d could not be made", head.round)
             return contributions.encode(key, msgspec.structs.replace(head, empty=True), {})
 
     def _forget(self, effect: fx.Forget) -> None:
@@ -443,7 +443,7 @@ class Node:
                 state = self._closer.snapshot(effect, newest, self.place.manifest_data)
             except Exception as error:
                 if not isinstance(error, StoreUnavailable):
-                    logger.exception("jdiloco: copying the values for a run checkpoint failed")
+                    logger.exception("copying the values for a run checkpoint failed")
                 self._inbox.put(fx.Saved(self._clock.now(), None))
                 return
             self._ask(
@@ -470,7 +470,7 @@ class Node:
             try:
                 self.place.store.delete(effect.keys)
             except StoreUnavailable:
-                logger.debug("jdiloco: %d objects stay in the mailbox", len(effect.keys))
+                logger.debug("%d objects stay in the mailbox", len(effect.keys))
 
         self._workers["save"].submit(job)
 
@@ -480,7 +480,7 @@ class Node:
                 found = self.place.store.list(effect.prefix)
                 self.place.store.delete([entry.key for entry in found])
             except StoreUnavailable:
-                logger.debug("jdiloco: %s stays in the mailbox", effect.prefix)
+                logger.debug("%s stays in the mailbox", effect.prefix)
 
         self._workers["save"].submit(job)
 

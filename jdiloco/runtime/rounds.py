@@ -78,7 +78,7 @@ class RoundCloser:
         except (Rejection, StoreUnavailable, MemoryError):
             raise
         except Exception as error:
-            logger.exception("jdiloco: %s could not be read", self._keys.contribution(request.key))
+            logger.exception("%s could not be read", self._keys.contribution(request.key))
             raise Rejection("corrupt") from error
 
     def _examine(self, request: fx.Examine) -> Accepted:

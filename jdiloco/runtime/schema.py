@@ -27,6 +27,9 @@ class Schema:
         """The schema of a model under `algorithm`."""
         if not tensors:
             raise UsageError("There is no floating-point tensor in these parameters to train.")
+        odd = [spec.name for spec in tensors if spec.name == "__metadata__"]
+        if odd:
+            raise UsageError("A tensor cannot be called `__metadata__`: messages use that name.")
         wide = [spec.name for spec in tensors if spec.dtype == "float64"]
         if wide:
             raise UsageError(

@@ -51,7 +51,7 @@ class Worker:
             try:
                 job()
             except Exception:
-                logger.exception("jdiloco: a request failed in a way nobody foresaw")
+                logger.exception("a request failed in a way nobody foresaw")
             except BaseException as error:
                 self._failed(error)
             del job  # It may hold a whole model, and the next one may be long in coming.

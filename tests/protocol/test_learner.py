@@ -183,6 +183,15 @@ def test_training_waits_only_under_overlap_steps():
     assert learner.waiting_for(free) is None
 
 
+def test_a_caller_that_counts_steps_is_told_when_training_has_to_wait():
+    """With nothing to publish, the next thing that can happen is the end of the overlap."""
+    full, _ = train(joined(overlap_steps=3, in_flight=1), 4)
+    assert learner.outstanding(full)
+    assert learner.steps_to_due(full) == 3
+    assert learner.steps_to_due(train(full, 2)[0]) == 1
+    assert learner.steps_to_due(train(joined(in_flight=1), 4)[0]) is None
+
+
 @pytest.mark.parametrize("reason", ["zero_samples", "schema", "counters", "nonfinite", "empty"])
 def test_a_learner_that_flushes_gives_up_what_is_rejected(reason):
     """Or it would send it again after every void round, for ever."""

@@ -88,7 +88,11 @@ def test_a_module_is_trained_in_place_without_compiling_again(step):
 
 def test_the_loss_of_a_run_of_two_nodes_falls():
     """A real small model, two nodes with different rows: everything together."""
-    settings = algorithm(sync_every=5, fragments=2, flush_on_close=True)
+    # Waits for its commits, so that there are some however fast the steps are; and a lease that
+    # no busy machine outlasts.
+    settings = algorithm(
+        sync_every=5, fragments=2, overlap_steps=1, flush_on_close=True, lease_seconds=20.0
+    )
     mailbox, meet = memory(), Meeting(2)
 
     def node(index: int):

@@ -201,7 +201,7 @@ def test_a_step_inside_jit_is_refused():
         (lambda p: {**p, "w": p["w"].astype(jnp.float16)}, r"'w' is float16\[16, 4\]"),
         (lambda p: {**p, "b": 3.0}, "'b' is a float"),
         (lambda p: {**p, "b": None}, "have the structure"),
-        (lambda p: None, "have the structure"),
+        (lambda p: None, "Pass the parameters"),
     ],
 )
 def test_other_parameters_are_refused_and_the_session_goes_on(change, message):
@@ -419,3 +419,20 @@ def test_params_are_copies_and_the_same_bits_each_time():
         one, two = s.params, s.params
         assert one["w"] is not two["w"]
         assert digest(one) == digest(two) == digest(model())
+
+
+@pytest.mark.parametrize(("fragments", "in_flight"), [(1, 1), (2, 2)])
+def test_a_learner_trains_no_further_past_a_round_than_overlap_steps(fragments, in_flight):
+    """Nor does it where no further round can be published, and nothing else is due."""
+    seen = Recorder()
+    settings = algorithm(
+        sync_every=10, fragments=fragments, in_flight=in_flight, overlap_steps=3, follow=0
+    )
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    with session(params, settings, memory(), "a", callbacks=(seen,)) as s:
+        params = s.params
+        for _ in range(200):
+            params = s.step(jax.tree.map(lambda leaf: leaf + 1, params), samples=1)
+    assert seen.of(events.Waiting)
+    dropped = [e.steps for e in seen.of(events.Dropped) if e.reason == "overwritten"]
+    assert max(dropped, default=0) <= 3
