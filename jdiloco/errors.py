@@ -3,7 +3,8 @@
 JDilocoError
 |- UsageError             (also a ValueError) the call itself is wrong: change it
 |  |- RunConfigMismatch       the run was created with other settings
-|  `- SchemaMismatch          the run trains another model
+|  |- SchemaMismatch          the run trains another model
+|  `- OutOfRange              a round's result cannot be held in a parameter's type
 |- StoreUnavailable       no answer, or a doubtful one: the write may have landed; try again
 |- StoreIgnoresConditions this store cannot carry a run: choose another
 |- FormatError            bytes that are damaged, forged or of a format this build cannot read
@@ -28,6 +29,10 @@ class RunConfigMismatch(UsageError):
 
 class SchemaMismatch(UsageError):
     """The run trains another model. Names each tensor that differs, with both values."""
+
+
+class OutOfRange(UsageError):
+    """A round's result cannot be held in a parameter's type: it would be infinite."""
 
 
 class StoreUnavailable(JDilocoError):

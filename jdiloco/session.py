@@ -218,6 +218,7 @@ class Session:
         keys = Keys(manifest.run)
         life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
         chain, newest = newest_values(performer, performer.library(self._schema), manifest, data)
+        old = performer.run(joining.find_old(keys, chain.read))
         self._node = Node(
             Place(
                 store=store,
@@ -233,6 +234,7 @@ class Session:
             poll_seconds=self._poll_interval,
             can_close=True,
             callbacks=self._callbacks,
+            shelf=old,
         )
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))

@@ -8,6 +8,7 @@
     OPEN       decide: all in, none good  WRITING    WriteRecord (void)
     MERGING    merged                     WRITING    WriteRecord
     MERGING    merge failed               OPEN       -            (the next decide tries again)
+    MERGING    out of range               OPEN       -            (without the one furthest out)
     WRITING    created                    WRITTEN    -            (the commit)
     WRITING    taken, or no clear answer  DOUBT      ReadRecord
     DOUBT      nothing there              WRITING    WriteRecord  (the same bytes)
@@ -160,6 +161,15 @@ def is_void(closing: Closing, verdict: Verdict) -> bool:
 def merging(closing: Closing, attempt: int) -> Closing:
     """Fixes what is merged. What is accepted later is `late`, unless this attempt fails."""
     return replace(closing, phase=Phase.MERGING, attempt=attempt, merging=closing.accepted)
+
+
+def refused(closing: Closing, culprit: ContributionKey) -> Closing:
+    """An accepted contribution with which the committed values would not be finite."""
+    reports = tuple(
+        Report(report.key, asked=True, rejected="nonfinite") if report.key == culprit else report
+        for report in closing.reports
+    )
+    return replace(closing, reports=reports)
 
 
 def merge_failed(closing: Closing) -> Closing:

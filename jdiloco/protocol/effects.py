@@ -84,7 +84,11 @@ class Examined(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged(Event):
-    """Answers Merge: the payloads are in the mailbox; None when the attempt failed."""
+    """Answers Merge: the payloads are in the mailbox; None when the attempt failed.
+
+    Or the merge of these contributions leaves the range of a parameter's type, and `culprit` is the
+    one that reaches furthest.
+    """
 
     round: int
     attempt: int
@@ -92,6 +96,7 @@ class Merged(Event):
     outer: Payload | None = None
     cosine: float = 1.0
     error: str = ""
+    culprit: ContributionKey | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from jdiloco.protocol.records import (
     unseal,
 )
 from jdiloco.protocol.rules import Life
+from jdiloco.protocol.sweep import Shelf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -353,6 +354,26 @@ def read_chain(manifest: Manifest, data: bytes) -> Steps[Chain]:
     bases = tuple(sha256(data if head is None else head[1]) for head in heads)
     made = tuple(None if head is None else head[0] for head in heads)
     return chains.resume(chain, *found, made, bases)
+
+
+def find_old(keys: Keys, read: int) -> Steps[Shelf]:
+    """What lies in the mailbox of rounds up to `read`, for this node to sweep when it closes.
+
+    Whoever wrote it may be gone, and with it the knowledge that it is there.
+    """
+    logged = [keys.parse(name) for name in (yield List(keys.log))]
+    contributions = [
+        key for key in logged if isinstance(key, ContributionKey) and key.round <= read
+    ]
+    data = [(keys.round_of(name), name) for name in (yield List(f"{keys.run}/data/"))]
+    saved = [(keys.round_of(name), keys.checkpoint_of(name)) for name in (yield List(keys.saves))]
+    return Shelf(
+        contributions=tuple(contributions),
+        payloads=tuple(
+            (round, name) for round, name in data if round is not None and round <= read
+        ),
+        strays=tuple(dict.fromkeys((r, prefix) for r, prefix in saved if r is not None)),
+    )
 
 
 def _read_record(keys: Keys, round: int) -> Steps[tuple[RoundRecord, bytes]]:

@@ -81,7 +81,7 @@ LogKey = RecordKey | ClaimKey | ContributionKey | BeatKey
 
 _NODE = rf"(?P<node>{NODE_ID.pattern})"
 _LOG = re.compile(
-    r"[0-9]{7}/(?P<round>[0-9]{10})\.(?:(?P<record>0)|1\.(?P<claim>[0-9]{3,18})"
+    r"[0-9]{7}/(?P<round>[0-9]{10})\.(?:(?P<record>0)|1\.(?P<claim>[0-9]{3})"
     rf"|2\.{_NODE}\.(?P<inc>[0-9]{{4,18}})(?P<final>\.f)?)"
 )
 _BEAT = re.compile(
@@ -127,6 +127,22 @@ class Keys:
         """The prefix of a run checkpoint; `number` counts this incarnation's tries."""
         covered = f"{round:010}" if round >= 0 else "initial"
         return f"{self.run}/save/{covered}.{node}.{incarnation:04}.{number:04}"
+
+    @property
+    def saves(self) -> str:
+        """The prefix of all run checkpoints."""
+        return f"{self.run}/save/"
+
+    def round_of(self, key: str) -> int | None:
+        """The round of a payload or of a checkpoint's file; -1 for the initial checkpoint."""
+        name = key.removeprefix(f"{self.run}/").partition("/")[2].partition(".")[0]
+        if name == "initial":
+            return -1
+        return int(name) if re.fullmatch(r"[0-9]{10}", name) else None
+
+    def checkpoint_of(self, key: str) -> str:
+        """The prefix of the checkpoint that a file belongs to."""
+        return "/".join(key.split("/")[:3])
 
     def incarnations(self, node: str) -> str:
         """The prefix of a node's incarnations."""

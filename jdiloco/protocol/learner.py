@@ -241,8 +241,8 @@ def _may_publish(state: LearnerState, held: FragmentTraining) -> bool:
 def _wants_to_publish(state: LearnerState, held: FragmentTraining) -> bool:
     if state.finishing:
         return state.flush and _unpublished(state)
-    early = state.follow == state.next_round and held.counters.steps > 0
-    return early or state.since >= _gap(state)
+    wanted = state.follow == state.next_round or state.since >= _gap(state)
+    return wanted and held.counters.steps > 0  # Just aligned, it has nothing to say yet.
 
 
 def _unpublished(state: LearnerState) -> bool:

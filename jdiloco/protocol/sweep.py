@@ -29,6 +29,7 @@ class Shelf:
     contributions: tuple[ContributionKey, ...] = ()
     payloads: tuple[tuple[int, str], ...] = ()  # Round, key.
     checkpoints: tuple[Checkpoint, ...] = ()  # Named ones, oldest first.
+    strays: tuple[tuple[int, str], ...] = ()  # Round and prefix of checkpoints found at joining.
     ended: tuple[tuple[Life, int], ...] = ()  # A life whose lease ended, and in which round.
 
 
@@ -58,12 +59,16 @@ def sweep(
     old = [key for key in shelf.contributions if key.round + rules.keep_rounds < round]
     covered = shelf.checkpoints[-2].round if len(shelf.checkpoints) >= 2 else -1
     gone = [(r, key) for r, key in shelf.payloads if r <= covered and r not in heads]
-    prefixes = tuple(f"{checkpoint.prefix}/" for checkpoint in shelf.checkpoints[:-2])
+    named = [checkpoint.prefix for checkpoint in shelf.checkpoints[:-2]]
+    kept = {checkpoint.prefix for checkpoint in shelf.checkpoints[-2:]}
+    strays = [(r, prefix) for r, prefix in shelf.strays if r < covered and prefix not in kept]
+    prefixes = tuple(f"{p}/" for p in dict.fromkeys([*named, *(prefix for _, prefix in strays)]))
     shelf = replace(
         shelf,
         contributions=tuple(key for key in shelf.contributions if key not in set(old)),
         payloads=tuple(item for item in shelf.payloads if item not in set(gone)),
         checkpoints=shelf.checkpoints[-2:],
+        strays=tuple(item for item in shelf.strays if item not in set(strays)),
     )
     doomed = (*(keys.contribution(key) for key in old), *(key for _, key in gone))
     return shelf, doomed, prefixes

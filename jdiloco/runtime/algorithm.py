@@ -175,7 +175,16 @@ def _check_fragments(algorithm: DiLoCo) -> None:
         )
 
 
+def _is_number(value: Any, kind: type, least: int | float) -> bool:
+    """A finite Python number of at least `least`, and a whole one where `kind` is int."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    whole = kind is float or isinstance(value, int)
+    return whole and math.isfinite(value) and value >= least
+
+
 def _check_choices(algorithm: DiLoCo) -> None:
+    settings: dict[str, Any] = dict(vars(algorithm))
     for name, kind, least in (
         ("outer_lr", float, 0.0),
         ("outer_momentum", float, 0.0),
@@ -188,12 +197,10 @@ def _check_choices(algorithm: DiLoCo) -> None:
         ("beat_seconds", float, 0.01),
         ("lease_seconds", float, 0.02),
     ):
-        value: Any = getattr(algorithm, name)
+        value = settings[name]
         if value is None and algorithm.__dataclass_fields__[name].default is None:
             continue
-        kinds = (int, float) if kind is float else (int,)
-        right = isinstance(value, kinds) and not isinstance(value, bool)
-        if not (right and math.isfinite(value) and value >= least):
+        if not _is_number(value, kind, least):
             raise UsageError(
                 f"`{name}` must be {'a' if kind is float else 'an'} {kind.__name__} of Python of "
                 f"at least {least} (it goes into the manifest as JSON), got {value!r}."

@@ -31,6 +31,8 @@ from jdiloco.runtime.parameters import Holder, placed
 from jdiloco.runtime.payloads import Tensors
 
 NEVER = 2**62
+TELLING = {"nonfinite", "zero_samples", "zero_steps", "counters", "schema", "corrupt"}
+"""Reasons for a rejection that a user should hear of at the node that caused it."""
 WAIT_SECONDS = 0.1
 """How long a waiting learner sleeps before it looks at the stop flag again."""
 
@@ -73,6 +75,7 @@ class Learner:
         self._checked = False  # The first call is looked at whatever is due: it may be a trace.
         self._halted: BaseException | None = None
         self._warned_unchanged = False
+        self._warned_rejected: set[str] = set()
 
     @property
     def state(self) -> machine.LearnerState:
@@ -199,6 +202,7 @@ class Learner:
     def _commit(self, params: Any, item: Commit, values: Tensors | None) -> Any:
         self._heard_at = self._clock.now()
         news = News.of(item.record, self._state.life)
+        self._warn_rejected(news)
         self._state, effects = machine.committed(self._state, news, values=values is not None)
         return self._perform(params, effects, values or {})
 
@@ -249,6 +253,22 @@ class Learner:
             anchors = self._copies(self._names[fragment], leaves)
             self._anchors[fragment] = anchors
         return anchors
+
+    def _warn_rejected(self, news: News) -> None:
+        """Once for each reason that says something of this node's own training."""
+        if news.rejected not in TELLING - self._warned_rejected:
+            return
+        self._warned_rejected.add(news.rejected)
+        self.emit(
+            events.Warned(
+                node=self._state.life.node,
+                message=(
+                    f"Round {news.round} rejected this node's contribution as {news.rejected}. As "
+                    "long as that goes on nothing it trains is merged: look at its loss and at "
+                    "what it passes as `samples` and `steps`."
+                ),
+            )
+        )
 
     def _warn_unchanged(self, snapshot: Snapshot) -> None:
         if self._warned_unchanged:

@@ -6,6 +6,7 @@
     close      contributions of everybody: examined, merged, payloads uploaded
     deliver    committed values, from the mailbox to the learner
     save       run checkpoints, in the background
+    tell       callbacks
 
 All of them are fed through queues. The learner runs in the user's thread; it and the control thread
 speak through two queues as well, and through one slot that holds the learner's latest progress.
@@ -27,7 +28,13 @@ import msgspec
 import numpy as np
 
 from jdiloco import events
-from jdiloco.errors import ClosingFailed, FormatError, JDilocoError, StoreUnavailable
+from jdiloco.errors import (
+    ClosingFailed,
+    FormatError,
+    JDilocoError,
+    OutOfRange,
+    StoreUnavailable,
+)
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
@@ -41,6 +48,7 @@ from jdiloco.protocol.records import (
     unseal,
 )
 from jdiloco.protocol.rules import Life
+from jdiloco.protocol.sweep import Shelf
 from jdiloco.runtime import checkpoints, contributions
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.build import this_build
@@ -58,7 +66,7 @@ logger = logging.getLogger("jdiloco")
 SETTLE_WAITS = (0.1, 0.3)
 """Seconds between the tries of a bulk request; after them the protocol decides when to go on."""
 
-WORKERS = ("small", "upload", "close", "deliver", "save")
+WORKERS = ("small", "upload", "close", "deliver", "save", "tell")
 
 SHORTEST_WAIT = 0.001
 """Seconds; the control thread never turns faster than this for time alone."""
@@ -116,6 +124,7 @@ class Node:
         poll_seconds: float,
         can_close: bool,
         callbacks: Iterable[Callable[[events.Event], None]],
+        shelf: Shelf,
     ) -> None:
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
@@ -134,6 +143,7 @@ class Node:
             can_close=can_close,
             build=this_build(),
             now=clock.now(),
+            shelf=shelf,
         )
         self._closer = RoundCloser(
             place.store,
@@ -380,13 +390,15 @@ class Node:
     def _merge(self, effect: fx.Merge) -> None:
         checkpoint = self._state.chain.checkpoint
 
-        def merged(*made: Any, error: str = "") -> fx.Event:
-            now = self._clock.now()
-            return fx.Merged(now, effect.round, effect.attempt, *made, error=error)
+        def merged(*made: Any, **failed: Any) -> fx.Event:
+            return fx.Merged(self._clock.now(), effect.round, effect.attempt, *made, **failed)
 
         def request() -> fx.Event:
             try:
                 return merged(*self._closer.merge(effect, checkpoint))
+            except OutOfRange as error:
+                self.emit(events.Warned(node=self.place.life.node, message=str(error)))
+                return merged(culprit=self._closer.furthest(effect))
             except (JDilocoError, MemoryError) as error:
                 return merged(error=f"{type(error).__name__}: {error}")
 
@@ -485,7 +497,8 @@ class Node:
         self._workers["save"].submit(job)
 
     def _emit(self, effect: fx.Emit) -> None:
-        self.emit(effect.event)
+        """On a thread of its own: a callback may be slow, and beats must not wait for it."""
+        self._workers["tell"].submit(lambda: self.emit(effect.event))
 
     def _stop(self, effect: fx.Stop) -> None:
         self.to_learner.put(Halt(effect.error))

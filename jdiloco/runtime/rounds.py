@@ -136,6 +136,11 @@ class RoundCloser:
         self._values[request.round] = _copies(closed.anchor)
         return made["anchor"], made["outer"], closed.mean_cosine
 
+    def furthest(self, request: fx.Merge) -> ContributionKey:
+        """The longest of the contributions, of equals the first."""
+        lengths = [float(np.linalg.norm(self._measured[k].norms)) for k in request.contributions]
+        return request.contributions[lengths.index(max(lengths))]
+
     def take_values(self, round: int) -> Tensors | None:
         """What this node's own attempt at a round made; any thread may ask, once."""
         return self._values.pop(round, None)

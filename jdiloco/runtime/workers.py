@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 logger = logging.getLogger("jdiloco")
 
 Job = Callable[[], object]
+
+EXIT_SECONDS = 10.0
+"""How long the end of a program waits for a request under way, for each thread that has one."""
+
+_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -26,6 +33,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"jdiloco-{name}", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     def submit(self, job: Job) -> None:
         """Runs `job` after those before it."""
@@ -55,3 +63,16 @@ class Worker:
             except BaseException as error:
                 self._failed(error)
             del job  # It may hold a whole model, and the next one may be long in coming.
+
+
+@atexit.register
+def _end_all() -> None:
+    """Lets requests under way end before the interpreter does.
+
+    A daemon thread that is inside JAX when the interpreter is taken down crashes the process.
+    """
+    for worker in list(_alive):
+        worker.drop()
+        worker.stop()
+    for worker in list(_alive):
+        worker.join(EXIT_SECONDS)

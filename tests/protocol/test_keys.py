@@ -24,7 +24,7 @@ counts = st.integers(1, 10**12)
 nodes = st.from_regex(r"[a-z0-9][a-z0-9-]{0,39}", fullmatch=True)
 log_keys = st.one_of(
     st.builds(RecordKey, rounds),
-    st.builds(ClaimKey, rounds, counts),
+    st.builds(ClaimKey, rounds, st.integers(1, 999)),
     st.builds(ContributionKey, rounds, nodes, counts, st.booleans()),
     st.builds(BeatKey, nodes, counts, counts, st.sampled_from(PHASES), counts, counts),
 )

@@ -351,7 +351,7 @@ def test_a_node_that_finds_a_higher_life_of_itself_stops():
     assert member.step(world.state, fx.Tick(99.0))[1] == ()
 
 
-@pytest.mark.parametrize(("found", "stops"), [("run2", True), ("", True), ("run1", False)])
+@pytest.mark.parametrize(("found", "stops"), [("run2", True), ("", False), ("run1", False)])
 def test_a_node_whose_beats_are_gone_looks_at_the_manifest(found, stops):
     def answer(effect: fx.Effect, now: float) -> fx.Event | None:
         match effect:
@@ -366,8 +366,62 @@ def test_a_node_whose_beats_are_gone_looks_at_the_manifest(found, stops):
     world = World(start(), answer)
     world.run(3.0)
     assert [type(error) for error in world.stopped] == [errors.RunReplaced] * stops
-    if not stops:
+    if found == "run1":
         assert len(world.times(fx.Beat)) >= 3  # It says at once that it is there.
+    if not found:  # It may only not be mounted, and training is not ended by the store.
+        assert world.state.degraded
+
+
+def test_a_replaced_run_is_noticed_although_the_own_beat_is_there():
+    """The folder was emptied between two polls, and this node's next beat lies in it."""
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        match effect:
+            case fx.Beat():
+                return fx.Beaten(now, True)
+            case fx.Poll():
+                return fx.Listed(now, (beat("a", 1 + int(now)),))
+            case fx.ReadManifest():
+                return fx.ManifestRead(now, "another")
+        return None
+
+    world = World(start(), answer)
+    world.run(12 * RULES.lease_seconds)
+    assert [type(error) for error in world.stopped] == [errors.RunReplaced]
+
+
+def test_a_claim_with_an_absurd_number_costs_nothing_but_a_wait():
+    world = World(start(closer="b"), dead)
+    world.send(fx.Listed(0.0, (beat("b", 1), reported("b"), KEYS.claim(ClaimKey(0, 999)))))
+    data = seal(KEYS.claim(ClaimKey(0, 999)), Claim("ghost", 1, "because"))
+    world.send(fx.ClaimRead(0.0, 0, 999, data))
+    assert world.state.closing.claims == 999
+    assert KEYS.parse(f"{KEYS.after(0)}.1.5000") is None
+
+
+def test_a_claim_that_cannot_be_read_is_passed_over():
+    world = World(start(closer="b"), dead)
+    world.send(fx.ClaimRead(0.0, 0, 1, b""))
+    assert world.state.closing.claims == 1
+    assert world.state.closing.closer == OTHER
+
+
+def test_what_leaves_the_range_is_closed_without_the_contribution_furthest_out():
+    names = (beat("a", 1), beat("b", 1), reported("a"), reported("b"))
+    wild = ContributionKey(0, "b", 1, False)
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        if isinstance(effect, fx.Merge) and wild in effect.contributions:
+            return fx.Merged(now, effect.round, effect.attempt, culprit=wild)
+        if isinstance(effect, fx.WriteRecord):
+            return fx.RecordSent(now, effect.round, True)
+        return merge_works(effect, now)
+
+    world = World(start(), listing(*names, but=answer))
+    world.run(3.0)
+    committed = [event for event in world.told if isinstance(event, events.Committed)]
+    assert committed[0].participants == ("a",)
+    assert committed[0].rejected == ("b:nonfinite",)
 
 
 def test_a_node_without_an_answer_about_the_manifest_goes_on():

@@ -104,7 +104,6 @@ def test_drawn_runs_meet_what_they_are_for():
         "took over: its lease has ended",
         "took over: the round is overdue",
         "rejected nonfinite",
-        "rejected empty",
         "void True",
         "all final True",
     }

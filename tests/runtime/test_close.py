@@ -23,7 +23,7 @@ from jdiloco.algo.merges import (
     per_row,
     weighted_mean_kernel,
 )
-from jdiloco.errors import UsageError
+from jdiloco.errors import OutOfRange, UsageError
 from jdiloco.runtime.close import FragmentCloser
 from jdiloco.runtime.close.layout import BLOCK_ROWS_LARGE, BLOCK_ROWS_SMALL, ROW, lay_out
 from jdiloco.testing import oracle
@@ -558,3 +558,25 @@ def test_the_state_is_what_the_last_round_left():
     closer = closer_of({"w": (5,)}, dtype="bfloat16")
     closed = closer.close([closer.measure({"w": np.arange(5, dtype=np.float32)})], [1.0])
     assert snapshot(closer.state()) == snapshot(closed)
+
+
+@pytest.mark.parametrize(("dtype", "far"), [("float32", 3e38), ("bfloat16", 3e38)])
+def test_a_round_that_would_commit_infinity_is_refused(dtype, far):
+    """Finite deltas of one node, and momentum on top of them, reach beyond the type."""
+    closer = closer_of({"w": (3,), "v": (2,)}, dtype=dtype)
+    wild = {"w": np.full(3, far, np.float32), "v": np.zeros(2, np.float32)}
+    measured = closer.measure(wild)
+    assert measured.finite
+    with pytest.raises(OutOfRange, match=f"`w` left the range of {dtype}"):
+        closer.close([measured], [1.0])
+
+
+def test_values_near_the_end_of_the_range_are_looked_at_and_pass():
+    """The bound that spares looking is loose; the values decide."""
+    closer = closer_of({"w": (4,)}, WeightedMean(), dtype="float16", lr=1.0, momentum=0.0)
+    closer.load({"w": np.full(4, 60000, np.float16)}, None, None)
+    for _ in range(4):
+        for sign in (1, -1):
+            delta = {"w": np.full(4, sign * 3000, np.float16)}
+            closed = closer.close([closer.measure(delta)], [1.0])
+    np.testing.assert_array_equal(closed.anchor["w"], np.full(4, 60000, np.float16))

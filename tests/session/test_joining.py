@@ -155,24 +155,37 @@ def wipe(mailbox) -> None:
     mailbox.delete([entry.key for entry in mailbox.list("")])
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["another run", "no run"])
-def test_a_wiped_mailbox_stops_the_node(again):
+def test_a_mailbox_that_holds_another_run_stops_the_node():
     mailbox = memory()
     with no_threads_left():
         s = session(vector(1.0), algorithm(), mailbox, "old")
         with pytest.raises(RunReplaced, match="this node joined run"), s:
-            train_on_after(s, mailbox, again=again)
+            train_on_after(s, mailbox)
         old = node_of(s).place.manifest.run
     assert not [entry.key for entry in mailbox.list(f"{old}/log/") if ".left." in entry.key]
 
 
-def train_on_after(s, mailbox, *, again: bool) -> None:
+def train_on_after(s, mailbox) -> None:
     wait_until(lambda: node_of(s).state.beaten)
     wipe(mailbox)
-    if again:
-        with session(vector(2.0), algorithm(), mailbox, "new"):
-            pass
+    with session(vector(2.0), algorithm(), mailbox, "new"):
+        pass
     train_on(s)
+
+
+def test_an_emptied_mailbox_degrades_a_node_and_training_goes_on():
+    """A folder that is not mounted looks the same, and comes back."""
+    mailbox, seen = memory(), Recorder()
+    with session(vector(1.0), algorithm(), mailbox, "a", callbacks=(seen,)) as s:
+        wait_until(lambda: node_of(s).state.beaten)
+        wipe(mailbox)
+        params = s.params
+        deadline = time.monotonic() + 20
+        while not seen.of(events.Degraded) and time.monotonic() < deadline:
+            params = s.step(params, samples=1)
+            time.sleep(0.005)
+        s.step(params, samples=1)
+        assert "no manifest" in seen.of(events.Degraded)[0].because
 
 
 def newer_life(mailbox, node: str) -> None:

@@ -16,6 +16,9 @@ from jdiloco.protocol.member.state import MemberState, Turn, Waits, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
 from jdiloco.protocol.rules import Life
 
+MOST_DOUBLINGS = 10
+"""Of the wait before a takeover, whatever number a claim has."""
+
 TAKEOVER_POLLS = 10
 """A round is never thought overdue before so many polls."""
 
@@ -114,6 +117,10 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
         keys = tuple(p.key for p in (event.anchor, event.outer) if p is not None)
         if keys:  # Somebody else's record was read meanwhile.
             turn.add(fx.Delete(keys))
+        return
+    if event.culprit is not None:
+        refused = closings.merge_failed(closings.refused(closing, event.culprit))
+        turn.set(closing=refused)
         return
     if event.anchor is None:
         turn.set(closing=closings.merge_failed(closing), waits=_later(turn))
@@ -235,7 +242,7 @@ def _why_take_over(turn: Turn) -> str:
         turn.set(waits=replace(state.waits, seemed_closable=turn.now))
         return ""
     usual = max(3 * (state.chain.timing.commit or 0.0), TAKEOVER_POLLS * state.poll_seconds)
-    patience = usual * 2**closing.claims + grace(state)
+    patience = usual * 2 ** min(closing.claims, MOST_DOUBLINGS) + grace(state)
     return "the round is overdue" if turn.now >= since + patience else ""
 
 
@@ -257,6 +264,8 @@ def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
         claim = unseal(key, event.data, Claim)
     except FormatError as error:
         turn.degrade(str(error))
+        taken = max(state.closing.claims, event.number)  # By nobody: the next one is free.
+        turn.set(closing=replace(state.closing, claims=taken))
         return
     named = state.closing.closer
     claimant = Life(claim.node, claim.incarnation)

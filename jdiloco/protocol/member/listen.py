@@ -11,6 +11,9 @@ from jdiloco.protocol.keys import BeatKey, ClaimKey, ContributionKey, RecordKey
 from jdiloco.protocol.member.state import Turn
 from jdiloco.protocol.rules import Life
 
+CHECK_LEASES = 10
+"""A node looks whether the mailbox still holds its run once in so many lease timeouts."""
+
 
 def poll(turn: Turn) -> None:
     state = turn.state
@@ -101,8 +104,9 @@ def _see_own_life(turn: Turn) -> None:
             ),
         )
     shown = any((b.node, b.incarnation) == _pair(state.me) for b in state.beats)
-    if state.beaten and not shown and not state.checking:
-        turn.set(checking=True)
+    doubtful = state.lost or (state.beaten and not shown)
+    if (doubtful or turn.now >= state.next_check) and not state.checking:
+        turn.set(checking=True, next_check=turn.now + CHECK_LEASES * state.rules.lease_seconds)
         turn.add(fx.ReadManifest())
 
 
@@ -116,12 +120,16 @@ def on_manifest_read(turn: Turn, event: fx.ManifestRead) -> None:
     if event.run is None:
         turn.degrade("the manifest could not be read")
     elif event.run == run:
-        turn.set(next_beat=turn.now)
+        if not any((b.node, b.incarnation) == _pair(turn.state.me) for b in turn.state.beats):
+            turn.set(next_beat=turn.now)
+        turn.set(lost=False)
+    elif not event.run:  # A folder that is not mounted looks like this, and comes back.
+        turn.set(lost=True)
+        turn.degrade("the mailbox holds no manifest: it was emptied, or is not mounted")
     else:
-        found = f"run {event.run!r}" if event.run else "no run"
         turn.stop(
             RunReplaced(
-                f"The mailbox now holds {found}; this node joined run {run!r}. "
+                f"The mailbox now holds run {event.run!r}; this node joined run {run!r}. "
                 "Start it again to join what is there."
             ),
         )
@@ -149,7 +157,11 @@ def _see_followers(turn: Turn) -> None:
 def _recover(turn: Turn) -> None:
     state = turn.state
     turn.set(failures=0)
-    if state.degraded and not any(item.failures and not item.landed for item in state.sending):
+    if (
+        state.degraded
+        and not state.lost
+        and not any(item.failures and not item.landed for item in state.sending)
+    ):
         turn.set(degraded=False)
         turn.emit(events.Recovered(node=state.me.node))
 

@@ -74,6 +74,8 @@ class MemberState:
     saving: bool = False
     save_number: int = 0
     checking: bool = False
+    next_check: float = 0.0  # Of the manifest.
+    lost: bool = False  # The mailbox holds no manifest.
     # What this node does.
     phase: str = "joining"
     train_step: int = 0
@@ -104,8 +106,12 @@ def start(
     can_close: bool,
     build: Build,
     now: float,
+    shelf: sweep.Shelf = EMPTY_SHELF,
 ) -> MemberState:
-    """A member that has joined and knows the chain up to its newest record."""
+    """A member that has joined and knows the chain up to its newest record.
+
+    `shelf` holds what it found in the mailbox that will be garbage (`joining.find_old`).
+    """
     return MemberState(
         me=me,
         rules=rules,
@@ -119,7 +125,8 @@ def start(
         records_to=chain.read,
         next_poll=now,
         next_beat=now,
-        shelf=sweep.Shelf(checkpoints=(chain.checkpoint,)),
+        next_check=now + 10 * rules.lease_seconds,
+        shelf=replace(shelf, checkpoints=(chain.checkpoint,)),
     )
 
 

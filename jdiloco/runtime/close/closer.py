@@ -20,11 +20,17 @@ from jdiloco.algo.merges import (
     rda_kernel,
     weighted_mean_kernel,
 )
-from jdiloco.errors import UsageError
+from jdiloco.errors import OutOfRange, UsageError
 from jdiloco.runtime.close import kernels
 from jdiloco.runtime.close.layout import ROW, Block, lay_out
 from jdiloco.runtime.close.received import Staging, Window, common_dtype, window
 from jdiloco.types import TensorSpec
+
+LIMITS = {"float32": 3.3e38, "bfloat16": 3.3e38, "float16": 65504.0}
+"""What can be rounded to the type and stay finite, at least."""
+
+UNKNOWN = 1e300
+"""How long a delta is that nobody measured: long enough for the values to be looked at."""
 
 OUR_KERNELS = (rda_kernel, weighted_mean_kernel)
 GROUPS = (4, 8)
@@ -65,6 +71,8 @@ class _Held:
     momentum: jax.Array
     u: jax.Array  # Of the last round; its memory is what is kept.
     narrowed: dict[str, jax.Array]  # By dtype: the anchor of bf16 and fp16 parameters.
+    master_reach: float  # No element is further from zero than this, in either of the two.
+    momentum_reach: float
 
 
 class FragmentCloser:
@@ -112,6 +120,8 @@ class FragmentCloser:
                 self._whole(momentum or {}, "float32"),
                 self._whole({}, "float32") if u is None else u,
                 {dtype: self._whole({}, dtype) for dtype in self._narrowed},
+                max(map(_reach, masters.values()), default=0.0),
+                max(map(_reach, (momentum or {}).values()), default=0.0),
             )
 
     def state(self) -> Closed:
@@ -169,8 +179,11 @@ class FragmentCloser:
         with kernels.on_host():
             u_norms = self._combine(held, contributions, coefficients)
             self._merge_own(held, contributions, shares)
-            self._step(held, self._scale(shares @ norms, u_norms), final)
+            scale = self._scale(shares @ norms, u_norms)
+            self._step(held, scale, final)
             closed = self._closed(held, self._cosine(coefficients * norms, u_norms))
+        longest = UNKNOWN if self._own else float(np.max(scale * u_norms, initial=0.0))
+        self._check_range(held, closed, longest, final)
         self._held = held
         return closed
 
@@ -285,9 +298,30 @@ class FragmentCloser:
             closed.anchor[spec.name] = self._layout.tensor(index, wholes.get(spec.dtype, master))
             if spec.dtype in wholes:
                 closed.master[spec.name] = self._layout.tensor(index, master)
-            if spec.dtype == "float16":
-                _check_range(spec.name, closed.anchor[spec.name])
         return closed
+
+    def _check_range(self, held: _Held, closed: Closed, longest: float, final: bool) -> None:
+        """Raises OutOfRange when an element is not finite; `longest` bounds the merged delta.
+
+        No element moves further than the delta is long, so a bound is carried from round to round,
+        and the values are looked at only when it leaves the range.
+        """
+        rate, beta = (1.0, 0.0) if final else (self._learning_rate, self._beta)
+        if not final:
+            held.momentum_reach = float(beta * held.momentum_reach + longest)
+        held.master_reach += float(rate * (longest + beta * held.momentum_reach))
+        limit = min((LIMITS[spec.dtype] for spec in self._layout.specs), default=np.inf)
+        if held.master_reach <= limit and held.momentum_reach <= LIMITS["float32"]:
+            return
+        for name, anchor in closed.anchor.items():
+            if not max(_reach(anchor), _reach(closed.momentum[name])) < np.inf:
+                raise OutOfRange(
+                    f"`{name}` left the range of {anchor.dtype.name} in this round. Hold the "
+                    "parameter in bfloat16 or float32, lower `outer_lr`, or look for a node that "
+                    "diverges."
+                )
+        held.master_reach = _reach(np.asarray(held.master))
+        held.momentum_reach = _reach(np.asarray(held.momentum))
 
     def _cosine(self, lengths: np.ndarray, u_norms: np.ndarray) -> float:
         """Mean cosine over all pairs of contributions, and over tensors by their size.
@@ -321,13 +355,10 @@ def _padded(per_row: np.ndarray, block: Block, windows: list[Window], group: int
     return [coefficients, block.valid, *windows, *windows[-1:] * (group - len(windows))]
 
 
-def _check_range(name: str, anchor: np.ndarray) -> None:
-    bits = anchor.view(np.uint16)  # NumPy compares integers many times faster than float16.
-    if bits.size and np.max(bits & 0x7FFF) >= 0x7C00:
-        raise UsageError(
-            f"`{name}` left the range of float16 in this round. "
-            "Hold the parameter in bfloat16 or float32, or lower `outer_lr`."
-        )
+def _reach(values: np.ndarray) -> float:
+    """The largest distance from zero; infinite if any element is not finite."""
+    largest = float(np.max(np.abs(values.astype(np.float32, copy=False)), initial=0.0))
+    return largest if np.isfinite(largest) else np.inf
 
 
 def _flat(delta: Mapping[str, np.ndarray], spec: TensorSpec) -> np.ndarray:
