@@ -131,13 +131,14 @@ def test_a_schema_mismatch_names_each_tensor_with_both_shapes():
 
 def test_an_id_that_is_alive_is_refused():
     mailbox = memory()
-    with (
-        session(vector(1.0), algorithm(), mailbox, "twin"),
-        no_threads_left(),
-        pytest.raises(NodeIdInUse, match="'twin' is alive as process"),
-        session(vector(1.0), algorithm(), mailbox, "twin"),
-    ):
-        pass
+    with session(vector(1.0), algorithm(), mailbox, "twin") as first:
+        wait_until(lambda: node_of(first).state.beaten)
+        with (
+            no_threads_left(),
+            pytest.raises(NodeIdInUse, match="'twin' is alive as process"),
+            session(vector(1.0), algorithm(), mailbox, "twin"),
+        ):
+            pass
 
 
 def test_an_id_is_free_again_as_soon_as_its_node_has_left():
