@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jdiloco import events
+from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol import joining
@@ -25,7 +26,6 @@ from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.clock import Clock
-from jdiloco.runtime.contributions import COUNT_MAX
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place

@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import ContributionKey, Keys
 from jdiloco.protocol.records import ContributionHead
 from jdiloco.runtime import messages
 from jdiloco.store.base import Buffer
 from jdiloco.types import Counters, TensorSpec
-
-COUNT_MAX = 2**53
-"""Steps and samples beyond this are a broken counter, not a fast learner."""
 
 
 @dataclasses.dataclass(frozen=True)

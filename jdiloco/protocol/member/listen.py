@@ -8,11 +8,8 @@ from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import lease
 from jdiloco.protocol.keys import BeatKey, ClaimKey, ContributionKey, RecordKey
-from jdiloco.protocol.member.state import Turn
+from jdiloco.protocol.member.state import CHECK_LEASES, MemberState, Turn
 from jdiloco.protocol.rules import Life
-
-CHECK_LEASES = 10
-"""A node looks whether the mailbox still holds its run once in so many lease timeouts."""
 
 
 def poll(turn: Turn) -> None:
@@ -103,15 +100,15 @@ def _see_own_life(turn: Turn) -> None:
                 f"this is incarnation {state.me.incarnation} and stops. Give each node its own id."
             ),
         )
-    shown = any((b.node, b.incarnation) == _pair(state.me) for b in state.beats)
-    doubtful = state.lost or (state.beaten and not shown)
+    doubtful = state.lost or (state.beaten and not _is_shown(state))
     if (doubtful or turn.now >= state.next_check) and not state.checking:
         turn.set(checking=True, next_check=turn.now + CHECK_LEASES * state.rules.lease_seconds)
         turn.add(fx.ReadManifest())
 
 
-def _pair(life: Life) -> tuple[str, int]:
-    return life.node, life.incarnation
+def _is_shown(state: MemberState) -> bool:
+    """Whether the newest listing holds a beat of this life."""
+    return any(Life(beat.node, beat.incarnation) == state.me for beat in state.beats)
 
 
 def on_manifest_read(turn: Turn, event: fx.ManifestRead) -> None:
@@ -120,7 +117,7 @@ def on_manifest_read(turn: Turn, event: fx.ManifestRead) -> None:
     if event.run is None:
         turn.degrade("the manifest could not be read")
     elif event.run == run:
-        if not any((b.node, b.incarnation) == _pair(turn.state.me) for b in turn.state.beats):
+        if not _is_shown(turn.state):
             turn.set(next_beat=turn.now)
         turn.set(lost=False)
     elif not event.run:  # A folder that is not mounted looks like this, and comes back.

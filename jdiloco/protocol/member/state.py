@@ -18,6 +18,9 @@ from jdiloco.protocol.lease import Lease, Verdict
 from jdiloco.protocol.records import Build, RoundRecord
 from jdiloco.protocol.rules import Life, Rules
 
+CHECK_LEASES = 10
+"""A node looks whether the mailbox still holds its run once in so many lease timeouts."""
+
 NOBODY = Verdict()
 EMPTY_SHELF = sweep.Shelf()
 
@@ -125,7 +128,7 @@ def start(
         records_to=chain.read,
         next_poll=now,
         next_beat=now,
-        next_check=now + 10 * rules.lease_seconds,
+        next_check=now + CHECK_LEASES * rules.lease_seconds,
         shelf=replace(shelf, checkpoints=(chain.checkpoint,)),
     )
 
