@@ -8,6 +8,7 @@ Design.
 
     paths       one name for a tensor, whatever container holds it, and one order
     merges      a merge is a frozen dataclass that picks a kernel by a tensor's names
+    sums        what a sum over contributions is: over an array's axis, or over mapped axes
     outer       merge_deltas -> outer_nesterov -> fp32_master, as optax transformations
     checks      what the transformations refuse, with the way out
     partition   which tensors make a fragment: a function of names, shapes and types

@@ -38,6 +38,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree, Real, Shaped
 
 from jdiloco.algo.paths import leaf_names
+from jdiloco.algo.sums import HERE, Collective, Sums, sums_over
 from jdiloco.errors import UsageError
 
 FLOOR = 1e-12
@@ -52,17 +53,6 @@ and giving that the mean length would return noise of full length.
 
 COUNT_MAX = 2**53
 """Largest number of steps or samples: beyond it a float64 no longer holds every integer."""
-
-
-class Sums(NamedTuple):
-    """The two sums that a merge is made of, so that a kernel need not know where the data lies.
-
-    `learners` sums over the contributions: `(rows, *leaf)` becomes `(*leaf)`. `elements` sums over
-    one tensor, for each row by itself: `(rows, *leaf)` becomes `(rows,)`.
-    """
-
-    learners: Callable[[Array], Array]
-    elements: Callable[[Array], Array]
 
 
 Kernel = Callable[[Array, Array, Sums], Array]
@@ -257,14 +247,6 @@ def rda_kernel(
     return jnp.where(norm < CUT_OFF, 0, mean_length / jnp.maximum(norm, CUT_OFF)) * direction
 
 
-def _sum_elements(values: Array) -> Array:
-    return jnp.sum(values, axis=tuple(range(1, values.ndim)))
-
-
-STACKED = Sums(learners=functools.partial(jnp.sum, axis=0), elements=_sum_elements)
-"""The sums where all contributions are in one array, on however many devices it lies."""
-
-
 class Turnout(NamedTuple):
     """How many rows of a stack took part in a merge. Padding counts as neither."""
 
@@ -275,22 +257,23 @@ class Turnout(NamedTuple):
 
 
 def merge_tree(
-    merge: Merge, deltas: PyTree[Any], weights: Real[Array, " rows"]
+    merge: Merge, deltas: PyTree[Any], weights: Real[Array, " rows"], where: Collective = HERE
 ) -> tuple[PyTree[Any], Turnout]:
     """Merges a tree of stacked deltas, `(rows, *leaf)` each, into a tree of `(*leaf)` in fp32.
 
     A row takes part if its weight is positive and finite and all its values, in every leaf, are
     finite. Others are selected out, not multiplied by zero, so that a caller can pad to a fixed
-    number of rows. When no row takes part, the result is zero.
+    number of rows. When no row takes part, the result is zero. With axes in `where` the rows are
+    those of this device, and every device gets the merge of all.
     """
     leaves, treedef = jax.tree.flatten(deltas)
     finite = jnp.ones(weights.shape, bool)
     for leaf in leaves:
         finite = _finite_rows(leaf, finite)
-    shares, turnout = _shares(weights, finite)
+    shares, turnout = _shares(weights, finite, where=where)
     kernels = [merge.kernel(*names) for names in leaf_names(deltas)]
     merged = [
-        merge_tensor(leaf, shares, kernel=kernel, sums=STACKED)
+        merge_tensor(leaf, shares, kernel=kernel, sums=sums_over(where))
         for leaf, kernel in zip(leaves, kernels, strict=True)
     ]
     return jax.tree.unflatten(treedef, merged), turnout
@@ -303,18 +286,19 @@ def _finite_rows(
     return so_far & jnp.all(jnp.isfinite(deltas), axis=tuple(range(1, deltas.ndim)))
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="where")
 def _shares(
-    weights: Real[Array, " rows"], finite: Bool[Array, " rows"]
+    weights: Real[Array, " rows"], finite: Bool[Array, " rows"], *, where: Collective
 ) -> tuple[Float[Array, " rows"], Turnout]:
     """Each row's part of the whole; 0 for rows that take no part."""
     wide = weights.astype(jnp.float32)
+    finite = where.everywhere(finite)
     weighs = (wide > 0) & jnp.isfinite(wide)
     kept = jnp.where(weighs & finite, wide, 0)
-    total = jnp.sum(kept)
+    total = where.over_learners(jnp.sum(kept))
     shares = kept / jnp.where(total > 0, total, 1)
-    merged, nonfinite = (jnp.sum(x, dtype=jnp.int32) for x in (weighs & finite, weighs & ~finite))
-    return shares, Turnout(merged, nonfinite)
+    counts = (jnp.sum(x, dtype=jnp.int32) for x in (weighs & finite, weighs & ~finite))
+    return shares, Turnout(*map(where.over_learners, counts))
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "sums"))

@@ -10,6 +10,9 @@ are public because a transformation may stand between them:
 They are ordinary transformations with one difference: what goes in is not one gradient but the
 deltas of a round, stacked on a leading axis, and their weights, as the keyword `weights`. From
 `merge_deltas` on everything has the shapes of the parameters.
+
+Inside `shard_map`, `pmap` or `vmap` with an `axis_name`, each replica passes its own delta and its
+own weight instead, and all of them get the same bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from jdiloco.algo.checks import (
     check_stacked,
 )
 from jdiloco.algo.merges import Merge, Rda, Turnout, check_merge, merge_tree
+from jdiloco.algo.sums import HERE, mapped
 from jdiloco.errors import UsageError
 
 _NO_PARAMS = (  # The sentence of optax, which does not export it, and what it means here.
@@ -62,7 +66,9 @@ class Fp32MasterState(NamedTuple):
     master: PyTree[Any]  # fp32 where the parameter is bf16 or fp16, None where it is wide enough.
 
 
-def merge_deltas(merge: Merge | Any) -> optax.GradientTransformationExtraArgs:
+def merge_deltas(
+    merge: Merge | Any, *, axis_name: str | tuple[str, ...] | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Merges the deltas of a round: leaves `(rows, *leaf)` become `(*leaf)`, in fp32 or better.
 
     `update(deltas, state, params, weights=weights)` needs the keyword `weights`, of shape
@@ -70,6 +76,11 @@ def merge_deltas(merge: Merge | Any) -> optax.GradientTransformationExtraArgs:
     takes no part if its weight is not positive or if it holds a value that is not finite, anywhere
     in the tree. So pad to a fixed number of rows with zeros, and the program compiles once.
     `state.turnout` says how many rows took part and how many were left out as not finite.
+
+    With `axis_name`, the mapped axis (or axes) over which the learners lie, each replica passes its
+    own delta, in the parameters' shapes, and one number as `weights`; or a local stack and as many
+    weights, which is what `shard_map` hands over. Every replica gets the merge of all, the same
+    bytes. Norms go over whole tensors, however other axes of the mesh cut them.
 
     Raises `UsageError` when a leaf is not floating point or its first axis has not the length of
     `weights`, and, where `params` are given, when it is not one axis longer than its parameter.
@@ -87,9 +98,12 @@ def merge_deltas(merge: Merge | Any) -> optax.GradientTransformationExtraArgs:
         deltas: Any, state: MergeDeltasState, params: Any = None, *, weights: Any, **extra: Any
     ) -> tuple[Any, MergeDeltasState]:
         del state, extra  # Part of the optax signature; a merge remembers nothing.
+        where = mapped(axis_name)
+        if where != HERE and jnp.ndim(weights) == 0:
+            weights, deltas = jax.tree.map(_alone, (weights, deltas))
         rows = as_weights(weights)
         check_stacked(deltas, rows.shape[0], params)
-        merged, turnout = merge_tree(merge, deltas, rows)
+        merged, turnout = merge_tree(merge, deltas, rows, where)
         return merged, MergeDeltasState(turnout)
 
     return _transformation(init, update)
@@ -192,6 +206,8 @@ def diloco_outer(
     merge: Merge | Any = Rda(),  # noqa: B008 (frozen, so one default serves all calls)
     outer_lr: ScalarOrSchedule = 0.7,
     outer_momentum: Scalar = 0.9,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo's outer optimiser: `chain(merge_deltas(...), outer_nesterov(...), fp32_master())`.
 
@@ -204,6 +220,15 @@ def diloco_outer(
     theirs. Updates are fp32, whatever the parameters are. One thing it adds to the chain: when no
     row takes part (all weights zero, or nothing finite) the round is void, the updates are zero and
     momentum, master and round stay as they were. The bare chain would coast on its momentum.
+
+    Where the learners are replicas of one program, `axis_name` takes the place of the stack:
+
+        tx = diloco_outer(axis_name="learner")                     # in shard_map, pmap or vmap
+        delta = jax.tree.map(lambda a, p: a - p, anchor, params)   # this replica's
+        updates, state = tx.update(delta, state, anchor, weights=weight)
+
+    Every replica then holds the same anchor and state; momentum and master lie as the parameters
+    do. See `merge_deltas`.
 
     Use it as any optax optimiser, with these differences:
 
@@ -226,7 +251,9 @@ def diloco_outer(
     Limit case: `outer_lr=1, outer_momentum=0` with the weighted mean is parameter averaging.
     """
     chain = optax.chain(
-        merge_deltas(merge), outer_nesterov(outer_lr, outer_momentum), fp32_master()
+        merge_deltas(merge, axis_name=axis_name),
+        outer_nesterov(outer_lr, outer_momentum),
+        fp32_master(),
     )
 
     def update(
@@ -294,6 +321,11 @@ def _laid_as(like: Array, x: Array) -> Array:
     """On explicit axes, `x` where `like` lies, so that state stays with its parameter."""
     want, have = jax.typeof(like).sharding, jax.typeof(x).sharding
     return jax.sharding.reshard(x, want) if want.mesh == have.mesh and want != have else x
+
+
+def _alone(x: Any) -> Array:
+    """A replica's own delta, or its weight, as a stack of one."""
+    return jax.lax.expand_dims(jnp.asarray(x), (0,))
 
 
 @jax.jit

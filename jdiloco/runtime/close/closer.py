@@ -14,12 +14,12 @@ import numpy as np
 from jdiloco.algo.merges import (
     CUT_OFF,
     FLOOR,
-    STACKED,
     Merge,
     merge_tensor,
     rda_kernel,
     weighted_mean_kernel,
 )
+from jdiloco.algo.sums import STACKED
 from jdiloco.errors import OutOfRange, UsageError
 from jdiloco.runtime.close import kernels
 from jdiloco.runtime.close.layout import ROW, Block, lay_out
