@@ -74,8 +74,12 @@ class Mailbox:
 
     def request(self, process: Process, request: Request, resume: Resume) -> None:
         """Sends a request, and its answer back."""
-        if request.verb == "create" and process.about_to_create(request.key):
+        keys = request.keys or (request.key,)
+        sent = process.lives_to_send(request.verb, keys)
+        if not sent:
             return
+        if sent < len(keys):
+            request = dataclasses.replace(request, keys=keys[:sent])
         self._counts[(process.name, int(self.world.now))] += 1
         fate = self._fate(request)
         if fate != "ok":

@@ -51,6 +51,7 @@ class Node(Process):
         self._ended = ended
         self.killed = False
         self._skip = death.skip if death else 0
+        self._requests = 0
         self._saved = Slot()
 
     # What befalls it
@@ -64,23 +65,30 @@ class Node(Process):
     def fate(self, kind: str, detail: str = "") -> None:
         self._write(Fate(self.world.now, self.name, kind, detail))
 
-    def kill(self) -> None:
+    def kill(self, detail: str = "") -> None:
         if self.alive:
             self.killed = True
-            self.fate("killed")
+            self.fate("killed", detail)
             self.die()
             self._ended(self, False)
 
-    def about_to_create(self, key: str) -> bool:
-        """Whether it dies before it can."""
-        death = self._death
-        if death is None or not death.before or death.before not in key:
-            return False
-        self._skip -= 1
-        if self._skip >= 0:
-            return False
-        self.kill()
-        return True
+    def lives_to_send(self, verb: str, keys: tuple[str, ...]) -> int:
+        """How many of a request's keys it sends; it has died over those that are left."""
+        if self._death is None:
+            return len(keys)
+        sent = self._may_send(self._death, verb, keys)
+        self._requests += sent
+        if sent < len(keys):
+            self.kill(f"before {verb} {keys[sent]}")
+        return sent
+
+    def _may_send(self, death: Death, verb: str, keys: tuple[str, ...]) -> int:
+        if death.after is not None:
+            return min(len(keys), death.after - self._requests)
+        if verb == "create" and death.before and death.before in keys[0]:
+            self._skip -= 1
+            return int(self._skip >= 0)
+        return len(keys)
 
     def fall_asleep(self, seconds: float) -> None:
         if self.alive:

@@ -13,9 +13,10 @@ HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Death:
-    """A process is killed at a time, or just before it sends a request that creates `before`."""
+    """A process is killed at a time, after so many requests, or just before it creates `before`."""
 
     at: float | None = None
+    after: int | None = None  # Requests that it sends first; each key of a delete counts as one.
     before: str = ""  # Part of a key.
     skip: int = 0  # So many such requests are sent first.
     back_after: float | None = None  # Seconds until it is started again; None: never.

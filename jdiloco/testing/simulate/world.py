@@ -147,10 +147,10 @@ class Process:
         """Nothing in it moves any more; requests it has sent are on their way all the same."""
         self.alive = False
 
-    def about_to_create(self, key: str) -> bool:
-        """Whether it dies before it can."""
-        del key
-        return False
+    def lives_to_send(self, verb: str, keys: tuple[str, ...]) -> int:
+        """How many of a request's keys it sends; it has died over those that are left."""
+        del verb
+        return len(keys)
 
     def when_awake(self, call: Callable[[], None]) -> None:
         """Calls now, or once it wakes up, or never if it is dead by then."""
