@@ -3,6 +3,7 @@
     Session, load             a node's place in a run; the newest committed model without joining
     DiLoCo                    the settings of a run
     rda, weighted_mean        how the deltas of a round become one
+    overwrite, blend, carry, adaptive              what a commit does to the steps trained since
     by_bytes, strided         how a model is cut into fragments
     diloco_outer              the same merge and outer step as an optax transformation
     merge_deltas, outer_nesterov, fp32_master      its three links
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jdiloco.algo.paths import path_names
     from jdiloco.algo.routing import explain_routing
     from jdiloco.callbacks import JsonLines, log_events
+    from jdiloco.protocol.alignment import adaptive, blend, carry, overwrite
     from jdiloco.runtime.algorithm import DiLoCo
     from jdiloco.session import Session, load
 
@@ -34,7 +36,10 @@ _HOMES = {
     "DiLoCo": "jdiloco.runtime.algorithm",
     "JsonLines": "jdiloco.callbacks",
     "Session": "jdiloco.session",
+    "adaptive": "jdiloco.protocol.alignment",
+    "blend": "jdiloco.protocol.alignment",
     "by_bytes": "jdiloco.algo.partition",
+    "carry": "jdiloco.protocol.alignment",
     "contribution_weight": "jdiloco.algo.merges",
     "diloco_outer": "jdiloco.algo.outer",
     "explain_routing": "jdiloco.algo.routing",
@@ -43,6 +48,7 @@ _HOMES = {
     "log_events": "jdiloco.callbacks",
     "merge_deltas": "jdiloco.algo.outer",
     "outer_nesterov": "jdiloco.algo.outer",
+    "overwrite": "jdiloco.protocol.alignment",
     "path_names": "jdiloco.algo.paths",
     "rda": "jdiloco.algo.merges",
     "strided": "jdiloco.algo.partition",
@@ -53,7 +59,10 @@ __all__ = [
     "DiLoCo",
     "JsonLines",
     "Session",
+    "adaptive",
+    "blend",
     "by_bytes",
+    "carry",
     "contribution_weight",
     "diloco_outer",
     "explain_routing",
@@ -62,6 +71,7 @@ __all__ = [
     "log_events",
     "merge_deltas",
     "outer_nesterov",
+    "overwrite",
     "path_names",
     "rda",
     "strided",

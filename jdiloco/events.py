@@ -79,11 +79,14 @@ class Committed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Aligned(Event):
-    """The node took a committed version of a fragment."""
+    """The node took a committed version of a fragment; steps and samples are what it kept."""
 
     round: int
     fragment: int
     version: int
+    how: str  # overwrite, blend, carry
+    steps: int
+    samples: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

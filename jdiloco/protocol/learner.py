@@ -19,6 +19,8 @@ behind.
 A round is published only when fewer than `in_flight` are outstanding (published and not yet
 aligned) and its fragment has been aligned with the version that round `r - P` left: a delta against
 a version that is about to be replaced could only be rejected as stale.
+
+What a record does to one fragment is decided in `fragment`.
 """
 
 from __future__ import annotations
@@ -26,34 +28,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 
-from jdiloco.protocol.records import Ledger, RoundRecord
+from jdiloco.protocol import fragment
+from jdiloco.protocol.alignment import Overwrite
+from jdiloco.protocol.fragment import Align, Drop, FragmentTraining, News, Outstanding, Revert
+from jdiloco.protocol.records import Ledger
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import fragment_of, gap
 from jdiloco.types import Counters
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A contribution that was published and whose round has not been read."""
-
-    round: int
-    counters: Counters
-    at_step: int  # Of this life, when the snapshot was taken.
-
-
-NOTHING = Counters()
-NEW_LEDGER = Ledger()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FragmentTraining:
-    """One fragment, as the learner holds it."""
-
-    version: int
-    counters: Counters = NOTHING  # Since the last alignment, published or not.
-    outstanding: Outstanding | None = None
-    behind: bool = False  # A newer version exists whose values have not come.
-    ledger: Ledger = NEW_LEDGER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,66 +68,7 @@ class Snapshot:
     empty: bool  # Nothing was trained, but the round must be reported to.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Align:
-    """Take the values that `round` committed."""
-
-    round: int
-    fragment: int
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Revert:
-    """Go back to the anchor that is held: what was trained since is not finite."""
-
-    round: int
-    fragment: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drop:
-    """This training will never be merged; `reason` is one of `records.DROPS`."""
-
-    round: int
-    fragment: int
-    reason: str
-    counters: Counters
-
-
 Effect = Snapshot | Align | Revert | Drop
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class News:
-    """A round record, reduced to what one life of a learner must know of it."""
-
-    round: int
-    fragment: int
-    version: int
-    void: bool
-    merged: bool = False  # It merged this life's contribution.
-    rejected: str = ""  # Why it did not.
-    stranger: bool = False  # It merged a contribution of another life of this node.
-
-    @classmethod
-    def of(cls, record: RoundRecord, life: Life) -> News:
-        """What `record` says to `life`."""
-        rejected = [
-            r.reason
-            for r in record.rejected
-            if (r.node, r.incarnation) == (life.node, life.incarnation)
-        ]
-        lives = [p.incarnation for p in record.participants if p.node == life.node]
-        return cls(
-            round=record.round,
-            fragment=record.fragment,
-            version=record.version,
-            void=record.void,
-            merged=life.incarnation in lives,
-            rejected=rejected[0] if rejected else "",
-            stranger=any(found != life.incarnation for found in lives),
-        )
 
 
 def joined(life: Life, rules: Rules, *, read: int, versions: tuple[int, ...]) -> LearnerState:
@@ -268,7 +190,7 @@ def _publish(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
                 empty=held.counters.steps == 0,
             )
         )
-        sent = Outstanding(state.next_round, held.counters, state.steps)
+        sent = Outstanding(state.next_round, held.counters, state.steps, final=state.finishing)
         state = _with_fragment(state, index, replace(held, outstanding=sent))
         state = replace(state, next_round=state.next_round + 1, since=_carried(state))
 
@@ -281,21 +203,26 @@ def _carried(state: LearnerState) -> int:
 
 
 def committed(
-    state: LearnerState, news: News, *, values: bool
+    state: LearnerState, news: News, *, values: bool, finite: bool = True
 ) -> tuple[LearnerState, tuple[Effect, ...]]:
     """Reads a round record; `values` says whether the version's values are at hand.
 
     Records come in order, every one of them; of several versions of a fragment only the newest
-    needs values, and the fragment is aligned once.
+    needs values, and the fragment is aligned once. `finite` says whether what was trained since the
+    anchor is; it matters when `may_keep` says so.
     """
     state = replace(state, read=news.round, next_round=max(state.next_round, news.round + 1))
     held = state.fragments[news.fragment]
-    tainted = news.rejected == "nonfinite" and _since_revert(state, held)
+    intact = _since_revert(state, held)
+    tainted = news.rejected == "nonfinite" and intact
     if news.void:
-        kept = _since_revert(state, held)
-        held, effects = _void(held, news, revert=tainted or state.finishing, kept=kept)
+        held, effects = fragment.void(held, news, revert=tainted or state.finishing, kept=intact)
     else:
-        held, effects = _advance(held, news, values=values)
+        held, effects = fragment.settle(state.rules, held, news, intact=intact)
+        if values:
+            how = fragment.choose(state.rules, held, news, finite=finite)
+            held, more = fragment.align(held, news, how)
+            effects = (*effects, *more)
     state = _with_fragment(state, news.fragment, held)
     if tainted:
         state, back = _go_back(state, news)
@@ -304,83 +231,33 @@ def committed(
     return state, (*effects, *more)
 
 
+def may_keep(state: LearnerState, news: News) -> bool:
+    """Whether aligning with this record's values keeps any training, provided it is finite."""
+    held = state.fragments[news.fragment]
+    held, _ = fragment.settle(state.rules, held, news, intact=_since_revert(state, held))
+    how = fragment.choose(state.rules, held, news, finite=True)
+    return not news.void and not isinstance(how, Overwrite)
+
+
 def _since_revert(state: LearnerState, held: FragmentTraining) -> bool:
     """Its contribution was taken from parameters that have not gone back since."""
     return held.outstanding is None or held.outstanding.at_step > state.reverted_at
-
-
-def _void(
-    held: FragmentTraining, news: News, *, revert: bool, kept: bool
-) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """The version stays, and what was sent is tried again: the parameters still hold it (`kept`).
-
-    Not so what is not finite, nor anything of one that finishes: it would send it again and again,
-    a round each, and never end.
-    """
-    revert = revert and bool(news.rejected)
-    sent = held.outstanding.counters if held.outstanding else NOTHING
-    held = replace(held, outstanding=None)
-    if kept and not revert and news.rejected != "nonfinite":
-        return held, ()
-    lost = held.counters if revert else sent
-    reason = "rejected" if news.rejected else "late"
-    ledger = held.ledger.drop(reason, lost.samples)
-    held = replace(held, counters=held.counters - lost, ledger=ledger)
-    drops = (Drop(news.round, news.fragment, reason, lost),) if lost.steps else ()
-    return held, (*drops, Revert(news.round, news.fragment)) if revert else drops
 
 
 def _go_back(state: LearnerState, news: News) -> tuple[LearnerState, tuple[Effect, ...]]:
     """Every other fragment goes back to its anchor too: one step spreads what is not finite.
 
     What was trained since, and not published, is lost with it; what was published is settled by
-    its own record.
+    its own record. A fragment whose newest values have not come goes back to the older ones.
     """
-    effects = []
+    effects: list[Effect] = []
     for index, held in enumerate(state.fragments):
-        if index == news.fragment:
+        if index == news.fragment and not held.behind:
             continue
-        sent = held.outstanding.counters if held.outstanding else NOTHING
-        lost = held.counters - sent
-        if lost.steps:
-            effects.append(Drop(news.round, index, "rejected", lost))
-        effects.append(Revert(news.round, index))
-        ledger = held.ledger.drop("rejected", lost.samples)
-        state = _with_fragment(state, index, replace(held, counters=sent, ledger=ledger))
+        held, lost = fragment.lose_all(held, reason="rejected", round=news.round, fragment=index)
+        effects += [*lost, Revert(news.round, index)]
+        state = _with_fragment(state, index, held)
     return replace(state, reverted_at=state.steps), tuple(effects)
-
-
-def _advance(
-    held: FragmentTraining, news: News, *, values: bool
-) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """A newer version exists: settle what was published, then align when its values are here."""
-    held, effects = _settle(held, news)
-    if not values:
-        return replace(held, behind=True), effects
-    rest = held.counters
-    ledger = held.ledger.drop("overwritten", rest.samples)
-    if rest.steps:
-        effects = (*effects, Drop(news.round, news.fragment, "overwritten", rest))
-    held = FragmentTraining(news.version, ledger=ledger)
-    return held, (*effects, Align(news.round, news.fragment, news.version))
-
-
-def _settle(held: FragmentTraining, news: News) -> tuple[FragmentTraining, tuple[Effect, ...]]:
-    """The outstanding contribution was merged, or never will be."""
-    sent = held.outstanding
-    if sent is None:
-        return held, ()
-    rest = held.counters - sent.counters
-    if news.merged and sent.round == news.round:
-        ledger = held.ledger.merge(sent.counters.samples)
-        return replace(held, counters=rest, outstanding=None, ledger=ledger), ()
-    reason = "late"
-    if news.rejected:
-        reason = "superseded" if news.rejected == "superseded" else "rejected"
-    ledger = held.ledger.drop(reason, sent.counters.samples)
-    held = replace(held, counters=rest, outstanding=None, ledger=ledger)
-    drops = (Drop(news.round, news.fragment, reason, sent.counters),) if sent.counters.steps else ()
-    return held, drops
 
 
 def done(state: LearnerState) -> bool:
@@ -390,12 +267,9 @@ def done(state: LearnerState) -> bool:
 
 def leave(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
     """Drops what was trained and not published; what is outstanding may still be merged."""
-    effects = []
+    effects: list[Effect] = []
     for index, held in enumerate(state.fragments):
-        sent = held.outstanding.counters if held.outstanding else Counters()
-        rest = held.counters - sent
-        if rest.steps:
-            effects.append(Drop(state.next_round, index, "left", rest))
-        ledger = held.ledger.drop("left", rest.samples)
-        state = _with_fragment(state, index, replace(held, counters=sent, ledger=ledger))
+        held, lost = fragment.lose_all(held, reason="left", round=state.next_round, fragment=index)
+        effects += lost
+        state = _with_fragment(state, index, held)
     return state, tuple(effects)

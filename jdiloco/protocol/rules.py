@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from jdiloco.protocol.alignment import OVERWRITE, Alignment
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """Plain numbers. `jdiloco.DiLoCo` documents each, checks them and makes this from them."""
+    """Plain values. `jdiloco.DiLoCo` documents each, checks them and makes this from them."""
 
     sync_every: int
     fragments: int
     in_flight: int = 1
     overlap_steps: int | None = None
     follow: int | None = None
+    alignment: Alignment = OVERWRITE
     quorum_size: int = 1
     grace_seconds: float | None = None
     round_seconds: float | None = None

@@ -12,6 +12,8 @@ from jdiloco.algo import merges, partition
 from jdiloco.algo.merges import Merge, rda
 from jdiloco.algo.partition import Partition, by_bytes
 from jdiloco.errors import RunConfigMismatch, UsageError
+from jdiloco.protocol import alignment
+from jdiloco.protocol.alignment import OVERWRITE, Alignment
 from jdiloco.protocol.rules import Rules
 
 WIRE_DTYPES = (None, "float32", "bfloat16", "float16")
@@ -45,6 +47,7 @@ class DiLoCo:
         commit. 0 is standard DiLoCo's barrier; None never waits.
       follow: Publish early once this many others have reported to the round. 0 never does; None is
         one less than the quorum or than the learners there are, at least 1.
+      alignment: What a commit does to the steps trained since; see below.
       quorum_size: Contributions after which a round may close. 1 never waits for anybody; the
         number of nodes waits for all that live and train. Nodes that have not come yet are not
         waited for: start them together where every round must have everybody.
@@ -65,6 +68,20 @@ class DiLoCo:
         object.
       lease_seconds: Silence after which a node counts as dead, and how long its death can delay a
         round. At least two beats.
+
+    Alignments, with θ the node's parameters and Θ what was committed:
+
+      setting         parameters become      for
+      overwrite()     Θ                      lock step, and rounds that close within few steps: all
+                                             nodes go on from the same values
+      blend(0.5)      θ/2 + Θ/2              commits that come some steps late, where a jump hurts
+      carry()         Θ + (θ − θ_snapshot)   slow stores and unlike machines: nothing that was
+                                             trained is dropped
+      adaptive()      carries or overwrites  runs whose learners drift apart at times
+
+    The anchor is Θ in all of them. `Dropped` events say what an alignment costs: where more than a
+    fifth is `overwritten`, `carry()` is worth a try. All but `overwrite()` wait at an alignment for
+    the user's step to end, to see that what they keep is finite.
     """
 
     sync_every: int
@@ -75,6 +92,7 @@ class DiLoCo:
     in_flight: int | None = None
     overlap_steps: int | None = None
     follow: int | None = None
+    alignment: Alignment = OVERWRITE
     quorum_size: int = 1
     grace_seconds: float | None = None
     round_seconds: float | None = None
@@ -91,6 +109,7 @@ class DiLoCo:
         _check_choices(self)
         _check_fragments(self)
         merges.check_merge(self.merge)
+        alignment.check_alignment(self.alignment)
         if self.outer_momentum > 0.8 and self.sync_every < SMALL_SYNC_EVERY:
             warnings.warn(
                 f"`outer_momentum` {self.outer_momentum} with `sync_every` {self.sync_every}: "
@@ -112,6 +131,7 @@ class DiLoCo:
             in_flight=self.rounds_in_flight,
             overlap_steps=self.overlap_steps,
             follow=self.follow,
+            alignment=self.alignment,
             quorum_size=self.quorum_size,
             grace_seconds=self.grace_seconds,
             round_seconds=self.round_seconds,
@@ -129,6 +149,7 @@ class DiLoCo:
             **plain,
             "merge": merges.to_json(self.merge),
             "partition": partition.to_json(self.partition),
+            "alignment": alignment.to_json(self.alignment),
             "in_flight": self.rounds_in_flight,
         }
 

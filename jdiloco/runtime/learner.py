@@ -23,11 +23,15 @@ import numpy as np
 
 from jdiloco import events
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
+from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead
+from jdiloco.runtime import alignment
+from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, ToLearner
-from jdiloco.runtime.parameters import Holder, placed
+from jdiloco.runtime.parameters import Holder, in_reach, placed
 from jdiloco.runtime.payloads import Tensors
 
 NEVER = 2**62
@@ -35,8 +39,6 @@ TELLING = {"nonfinite", "zero_samples", "zero_steps", "counters", "schema", "cor
 """Reasons for a rejection that a user should hear of at the node that caused it."""
 WAIT_SECONDS = 0.1
 """How long a waiting learner sleeps before it looks at the stop flag again."""
-
-Leaves = tuple[jax.Array, ...]
 
 
 class Learner:
@@ -64,7 +66,10 @@ class Learner:
             read=place.chain.read,
             versions=place.chain.versions,
         )
+        self._alignment = place.algorithm.alignment
         self._anchors: list[Leaves] = []
+        # The parameters at each fragment's newest snapshot, where aligning may ask for them.
+        self._snapshots: list[Leaves] = [()] * len(self._names)
         self._values = dict(values)  # The newest committed, on the host.
         self._steps = 0  # Since the machine last heard of them.
         self._samples = 0
@@ -95,7 +100,8 @@ class Learner:
             self._anchors.append(())
             params = self._replace(params, index)
             leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
-            jax.block_until_ready(_delta(self._anchors[index], leaves, dtype=self._wire))
+            jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._wire))
+            alignment.prepare(self._alignment, leaves, self._anchors[index])
         self._plan()
         self._tell("training")
         self._node.wake()
@@ -203,8 +209,21 @@ class Learner:
         self._heard_at = self._clock.now()
         news = News.of(item.record, self._state.life)
         self._warn_rejected(news)
-        self._state, effects = machine.committed(self._state, news, values=values is not None)
-        return self._perform(params, effects, values or {})
+        finite = values is None or self._is_finite(params, news)
+        self._state, effects = machine.committed(
+            self._state, news, values=values is not None, finite=finite
+        )
+        params = self._perform(params, effects, values or {})
+        if not has_snapshot(self._state.fragments[news.fragment]):
+            self._snapshots[news.fragment] = ()
+        return params
+
+    def _is_finite(self, params: Any, news: News) -> bool:
+        """Asked only where something is to be kept: the answer waits for the user's step."""
+        if not machine.may_keep(self._state, news):
+            return True
+        leaves = self._holder.get(params, self._names[news.fragment])
+        return alignment.is_finite(leaves, self._anchors[news.fragment])
 
     def _wait(self, params: Any, round: int) -> Any:
         """Training pauses for a commit. Time that passes so is no training time."""
@@ -236,7 +255,9 @@ class Learner:
         if not snapshot.empty:
             leaves = tuple(map(_on_device, self._holder.get(params, names)))
             anchors = self._near(snapshot.fragment, leaves)
-            delta = _delta(anchors, leaves, dtype=self._wire)
+            delta = _subtracted(anchors, leaves, self._wire)
+            if needs_snapshot(self._alignment):
+                self._snapshots[snapshot.fragment] = alignment.snapshot(leaves)
 
         def fetch() -> Mapping[str, np.ndarray]:
             host = dict(zip(names, jax.device_get(delta), strict=bool(delta)))
@@ -304,16 +325,31 @@ class Learner:
 
     def _align(self, params: Any, align: Align, values: Tensors) -> Any:
         self._values.update(values)
-        params = self._replace(params, align.fragment)
+        if isinstance(align.how, Overwrite):
+            params = self._replace(params, align.fragment)
+        else:
+            params = self._mix(params, align)
         self.emit(
             events.Aligned(
                 node=self._state.life.node,
                 round=align.round,
                 fragment=align.fragment,
                 version=align.version,
+                how=kind(align.how),
+                steps=align.kept.steps,
+                samples=align.kept.samples,
             )
         )
         return params
+
+    def _mix(self, params: Any, align: Align) -> Any:
+        """Puts the newest committed values into the anchor, and with what is kept into `params`."""
+        index, names = align.fragment, self._names[align.fragment]
+        leaves = self._holder.get(params, names)
+        since = self._snapshots[index] if align.from_snapshot else self._anchors[index]
+        self._anchors[index] = self._copies(names, leaves)
+        fresh = alignment.aligned(align.how, leaves, since, self._anchors[index])
+        return self._holder.put(params, dict(zip(names, fresh, strict=True)))
 
     def _replace(self, params: Any, fragment: int) -> Any:
         """Puts the newest committed values of a fragment into anchor and parameters."""
@@ -404,6 +440,10 @@ def _dropped(node: str, drop: Drop) -> events.Dropped:
         steps=drop.counters.steps,
         samples=drop.counters.samples,
     )
+
+
+def _subtracted(anchors: Leaves, leaves: Leaves, dtype: str | None) -> Leaves:
+    return _delta(tuple(map(in_reach, anchors)), tuple(map(in_reach, leaves)), dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -113,3 +113,18 @@ def placed(value: np.ndarray, like: Any) -> jax.Array:
     if getattr(like, "committed", False):
         return jax.device_put(value, like.sharding)
     return jax.device_put(value)
+
+
+def moved(array: jax.Array, like: jax.Array) -> jax.Array:
+    """`array`, or a copy placed as `like`: a user or his compiler may move parameters any time."""
+    if (array.sharding, array.committed) == (like.sharding, like.committed):
+        return array
+    return placed(jax.device_get(array), like)
+
+
+def in_reach(array: jax.Array) -> jax.Array:
+    """`array`, or a copy in the memory that its devices compute in."""
+    default = next(iter(array.sharding.device_set)).default_memory().kind
+    if array.sharding.memory_kind in (None, default):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(default))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdiloco.protocol import learner
+from jdiloco.protocol.alignment import overwrite
 from jdiloco.protocol.learner import Align, Drop, LearnerState, News, Revert, Snapshot
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import due
@@ -91,7 +92,7 @@ def test_an_alignment_begins_the_counters_anew_and_accounts_for_the_rest():
     state, effects = commit(state, 0, 1, merged=True)
     assert effects == (
         Drop(0, 0, "overwritten", Counters(2, 16)),
-        Align(0, 0, 1),
+        Align(0, 0, 1, overwrite(), True, Counters()),
     )
     held = state.fragments[0]
     assert held.counters == Counters()
@@ -152,7 +153,9 @@ def test_of_skipped_versions_the_newest_is_taken_once():
     state, void = commit(state, 1, 0, void=True)
     state, last = commit(state, 2, 2)
     assert (first, void) == ((), ())
-    assert [e for e in last if isinstance(e, Align)] == [Align(2, 0, 2)]
+    assert [e for e in last if isinstance(e, Align)] == [
+        Align(2, 0, 2, overwrite(), True, Counters())
+    ]
     assert state.fragments[0].ledger.merged == 32
 
 

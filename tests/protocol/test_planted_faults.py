@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from jdiloco.protocol import closing, learner, lease, member, schedule, sweep
+from jdiloco.protocol import closing, fragment, learner, lease, member, schedule, sweep
 from jdiloco.protocol.member import close, follow
 from jdiloco.testing import invariants, simulate
 from jdiloco.testing.simulate import mailbox, node, values
@@ -222,14 +222,13 @@ def a_hung_learner_is_waited_for(patch: Patch) -> None:
 
 def counters_go_on_over_an_alignment(patch: Patch) -> None:
     """What was trained before it is counted, and weighed, once more."""
-    advance = learner._advance
+    align = fragment.align
 
-    def keep(held, news, *, values):
-        before = held.counters
-        held, effects = advance(held, news, values=values)
-        return (dataclasses.replace(held, counters=before) if values else held), effects
+    def keep(held, news, how):
+        aligned, effects = align(held, news, how)
+        return dataclasses.replace(aligned, counters=held.counters), effects
 
-    patch.setattr(learner, "_advance", keep)
+    patch.setattr(fragment, "align", keep)
 
 
 def not_finite_is_merged(patch: Patch) -> None:
