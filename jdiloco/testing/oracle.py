@@ -94,3 +94,13 @@ def narrow(x: Tensor, dtype: Any) -> NDArray[Any]:
 def widen(x: Tensor) -> Wide:
     """`x` in float64, whatever it was."""
     return np.asarray(x).astype(np.float64)
+
+
+def blended(params: Tensor, committed: Tensor, mixing: float) -> Wide:
+    """Parameters that move part of the way to a commit: `α·θ + (1 − α)·Θ`."""
+    return np.asarray(mixing * widen(params) + (1 - mixing) * widen(committed))
+
+
+def carried(params: Tensor, since: Tensor, committed: Tensor) -> Wide:
+    """What was trained since a moment, on top of a commit: `Θ + (θ − since)`."""
+    return np.asarray(widen(committed) + (widen(params) - widen(since)))

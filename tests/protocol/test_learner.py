@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdiloco.protocol import learner
-from jdiloco.protocol.alignment import overwrite
+from jdiloco.protocol.alignment import adaptive, blend, carry, overwrite
 from jdiloco.protocol.learner import Align, Drop, LearnerState, News, Revert, Snapshot
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import due
@@ -237,14 +237,22 @@ def test_what_is_outstanding_when_a_learner_leaves_stays_pending():
     assert state.fragments[0].ledger.pending == 32
 
 
+SCRIPT = ["train", "merged", "late", "void", "nonfinite", "sick", "stranger", "apart"]
+SCRIPT += ["skip", "skip merged"]
+    "skip merged"
+]
+
+
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
-    st.lists(st.sampled_from(["train", "merged", "late", "void", "nonfinite", "skip"])),
+    st.sampled_from([overwrite(), blend(0.5), blend(0.3), carry(), adaptive()]),
+    st.lists(st.sampled_from(SCRIPT)),
 )
-def test_ledgers_and_counters_agree_whatever_happens(fragments, in_flight, script):
+def test_ledgers_and_counters_agree_whatever_happens(fragments, in_flight, setting, script):
     """Processed is what was trained; pending is what the counters say."""
     rules = {"sync_every": 4, "fragments": fragments, "in_flight": min(in_flight, fragments)}
+    rules["alignment"] = setting
     state, versions = joined(**rules, versions=(0, 0, 0)), [0] * fragments
     for act in script:
         if act == "train":
@@ -259,13 +267,17 @@ def test_ledgers_and_counters_agree_whatever_happens(fragments, in_flight, scrip
             round,
             versions[round % fragments],
             void=void,
-            merged=act == "merged" and published,
-            rejected="nonfinite" if act == "nonfinite" and published else "",
-            values=not void and act != "skip",
+            merged=act in ("merged", "skip merged") and published,
+            rejected="nonfinite" if act in ("nonfinite", "sick") and published else "",
+            stranger=act == "stranger",
+            cosine=0.1 if act == "apart" else 0.9,
+            values=not void and act not in ("skip", "skip merged"),
         )
         for held in state.fragments:
             assert held.ledger.processed == state.steps * 8
             assert held.ledger.pending == held.counters.samples >= 0
+            assert held.counters.steps >= 0
+            assert (held.counters.steps > 0) == (held.counters.samples > 0)
         assert len(learner.outstanding(state)) <= state.rules.in_flight
 
 
