@@ -58,7 +58,7 @@ class Performer:
         self._scratch = scratch
         self._initial = initial
         self._check_stop = check_stop
-        self._saved: queue.SimpleQueue[Checkpoint | Exception] = queue.SimpleQueue()
+        self._saved: queue.SimpleQueue[Checkpoint | BaseException] = queue.SimpleQueue()
         self._saver: threading.Thread | None = None
         self._closed = False
         self._refused: tuple[str, int] = ("", 0)  # A key, and how often it could not be created.
@@ -152,7 +152,7 @@ class Performer:
                 sleep=self._sleep_unless_closed,
             )
             self._saved.put(Checkpoint(-1, state.versions, prefix, files))
-        except Exception as error:
+        except BaseException as error:  # Raised where the run is created, whatever it is.
             self._saved.put(error)
 
     def _sleep_unless_closed(self, seconds: float) -> None:
@@ -170,7 +170,7 @@ class Performer:
                 found = self._saved.get(timeout=min(left, STOP_SECONDS))
             except queue.Empty:
                 continue
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found
             return found
         return None

@@ -64,6 +64,7 @@ class Crash(msgspec.Struct, frozen=True):
     """The process dies: once the request is carried out, or before it. No later one arrives."""
 
     before: bool = False
+    keys: int | None = None  # A `delete` removes so many before the process dies; None: all.
 
 
 Fault = Fail | LoseAnswer | SayTaken | IgnoreCondition | Hide | Crash
@@ -74,6 +75,7 @@ LOSE_ANSWER = LoseAnswer()
 SAY_TAKEN = SayTaken()
 IGNORE_CONDITION = IgnoreCondition()
 CRASH = Crash()
+CRASH_BEFORE = Crash(before=True)
 
 
 class Crashed(BaseException):
@@ -95,6 +97,11 @@ class FaultyStore:
     def url(self) -> str:
         """That of the store within."""
         return self.inner.url
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the process that uses this store has died."""
+        return self._crashed
 
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
         """See `Store.create`."""
@@ -127,6 +134,8 @@ class FaultyStore:
         """See `Store.delete`."""
         doomed = builtins.list(keys)
         fault = self._next("delete", " ".join(doomed))
+        if isinstance(fault, Crash) and fault.keys is not None:
+            doomed = doomed[: fault.keys]
         self._answer(fault, lambda: self.inner.delete(doomed))
 
     def _next(self, verb: str, key: str) -> Fault | None:
@@ -179,7 +188,31 @@ class _Hidden(msgspec.Struct, frozen=True):
 
 def crash_after(requests: int) -> Script:
     """The script of a process that carries out so many requests and dies; 0: dies at the first."""
-    return {1: Crash(before=True)} if requests == 0 else {requests: CRASH}
+    return {1: CRASH_BEFORE} if requests == 0 else {requests: CRASH}
+
+
+def crash_after_writes(writes: int, *, besides: tuple[str, ...] = ()) -> Script:
+    """The script of a process that changes so much in the store and dies before the next change.
+
+    A create is one change, and so is each key of a delete; what is only read does not count, nor do
+    creates of keys that contain one of `besides`.
+    """
+    lock = threading.Lock()
+    done = 0
+
+    def script(call: Call) -> Fault | None:
+        nonlocal done
+        beside = call.verb == "create" and any(part in call.key for part in besides)
+        if call.verb not in ("create", "delete") or beside:
+            return None
+        count = len(call.key.split())
+        with lock:
+            left, done = writes - done, done + count
+        if count <= left:
+            return None
+        return Crash(keys=left) if left > 0 else CRASH_BEFORE
+
+    return script
 
 
 def crash_prefixes(

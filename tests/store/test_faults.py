@@ -21,6 +21,7 @@ from jdiloco.testing.faults import (
     Hide,
     Tally,
     crash_after,
+    crash_after_writes,
     crash_prefixes,
 )
 
@@ -218,6 +219,30 @@ def test_a_process_dies_after_so_many_requests(requests):
     with pytest.raises(Crashed):
         in_threads(1, range(5), lambda n: store.create(f"{n}", b""))
     assert len(inner.list("")) == requests
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_process_dies_after_so_many_changes_even_in_the_middle_of_a_delete(writes):
+    """What is read does not count, nor what is beside the point."""
+    inner = MemoryStore()
+    store = FaultyStore(inner, crash_after_writes(writes, besides=("beat",)))
+    with pytest.raises(Crashed):
+        program(store)
+    assert store.crashed
+    left = [entry.key for entry in inner.list("") if "beat" not in entry.key]
+    assert left == [[], ["a"], ["a", "b"], ["b"], [], ["c"]][writes]
+    with pytest.raises(Crashed):
+        store.get("a")
+
+
+def program(store):
+    store.create("a", b"")
+    store.create("beat", b"")
+    store.list("")
+    store.create("b", b"")
+    store.delete(["a", "b"])
+    store.create("c", b"")
+    store.create("d", b"")
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, FolderStore])
