@@ -19,7 +19,6 @@ from .test_learner import ME, commit, joined, snapshots, train
 from .test_records import record
 
 LATE = {"merged": False}
-CARRY = {"alignment": carry()}
 
 
 def of(kind: type, effects) -> list:
@@ -109,7 +108,7 @@ def test_blending_keeps_a_share_rounded_down_of_steps_and_samples(mixing, rest, 
 
 
 def test_carrying_keeps_what_was_trained_since_the_snapshot():
-    state, _ = train(joined(**CARRY), 6)
+    state, _ = train(joined(alignment=carry()), 6)
     state, effects = commit(state, 0, 1, merged=True)
     assert effects == (Align(0, 0, 1, carry(), True, Counters(2, 16)),)
     held = state.fragments[0]
@@ -120,7 +119,7 @@ def test_carrying_keeps_what_was_trained_since_the_snapshot():
 @pytest.mark.parametrize("rejected", ["", "zero_samples", "schema"])
 def test_carrying_keeps_what_came_too_late_or_was_rejected(rejected):
     """Nothing was merged, so the rest counts from the old anchor and goes out again."""
-    state, _ = train(joined(**CARRY), 6)
+    state, _ = train(joined(alignment=carry()), 6)
     state, effects = commit(state, 0, 1, rejected=rejected)
     assert effects == (Align(0, 0, 1, carry(), False, Counters(6, 48)),)
     assert state.fragments[0].ledger.pending == 48
@@ -132,20 +131,20 @@ def test_carrying_keeps_what_came_too_late_or_was_rejected(rejected):
 
 
 def test_a_learner_that_sent_nothing_carries_from_its_anchor():
-    state, _ = train(joined(**CARRY), 2)
+    state, _ = train(joined(alignment=carry()), 2)
     _, effects = commit(state, 0, 1)
     assert effects == (Align(0, 0, 1, carry(), False, Counters(2, 16)),)
 
 
 def test_with_nothing_trained_since_carrying_overwrites():
-    state, _ = train(joined(**CARRY), 4)
+    state, _ = train(joined(alignment=carry()), 4)
     _, effects = commit(state, 0, 1, merged=True)
     assert aligned(effects).how == overwrite()
 
 
 def test_of_skipped_versions_the_one_that_merged_decides_what_the_rest_is():
     """A record is read though its values are skipped."""
-    state, _ = train(joined(**CARRY), 6)
+    state, _ = train(joined(alignment=carry()), 6)
     state, first = commit(state, 0, 1, merged=True, values=False)
     state, _ = train(state, 1)
     state, _ = commit(state, 1, 1)
@@ -177,7 +176,7 @@ def rest(steps: int) -> Counters:
 
 
 def test_a_learner_that_leaves_before_it_aligns_tells_what_was_late_from_what_is_left():
-    state, _ = train(joined(**CARRY), 6)
+    state, _ = train(joined(alignment=carry()), 6)
     state, _ = commit(state, 0, 1, values=False)
     _, effects = learner.leave(state)
     assert [e for e in effects if e.fragment == 0] == [
@@ -188,7 +187,7 @@ def test_a_learner_that_leaves_before_it_aligns_tells_what_was_late_from_what_is
 
 def test_a_learner_that_finishes_sends_what_was_late_once_more_and_then_gives_up():
     """Or a slow upload would keep it for as long as the others train."""
-    state, _ = train(joined(fragments=1, in_flight=1, **CARRY), 8)
+    state, _ = train(joined(fragments=1, in_flight=1, alignment=carry()), 8)
     state, _ = learner.finish(state, flush=True)
     state, effects = commit(state, 0, 1)
     assert [(s.round, s.final, s.counters) for s in snapshots(effects)] == [(1, True, rest(8))]
@@ -223,7 +222,7 @@ def test_what_is_unsound_is_overwritten_whatever_the_setting(setting, kind):
 def test_versions_are_skipped_up_to_in_flight(in_flight):
     """More of them and what would be carried is too old."""
     for skipped, how in ((in_flight, carry()), (in_flight + 1, overwrite())):
-        state, _ = train(joined(in_flight=in_flight, **CARRY), 3)
+        state, _ = train(joined(in_flight=in_flight, alignment=carry()), 3)
         found = News(0, 0, 1 + skipped, False)
         assert learner.may_keep(state, found) == (how == carry())
         _, effects = learner.committed(state, found, values=True)
@@ -231,7 +230,7 @@ def test_versions_are_skipped_up_to_in_flight(in_flight):
 
 
 def test_a_stranger_in_a_skipped_record_counts_too():
-    state, _ = train(joined(**CARRY), 3)
+    state, _ = train(joined(alignment=carry()), 3)
     state, _ = commit(state, 0, 1, stranger=True, values=False)
     state, _ = commit(state, 1, 1)
     _, effects = commit(state, 2, 2)
@@ -240,7 +239,7 @@ def test_a_stranger_in_a_skipped_record_counts_too():
 
 def test_after_going_back_the_rest_counts_from_the_anchor_though_the_snapshot_was_merged():
     """The parameters no longer hold what was sent."""
-    state, _ = train(joined(**CARRY), 8)  # Rounds 0 and 1 are out.
+    state, _ = train(joined(alignment=carry()), 8)  # Rounds 0 and 1 are out.
     state, _ = commit(state, 0, 0, void=True, rejected="nonfinite")
     state, _ = train(state, 2)
     state, effects = commit(state, 1, 1, merged=True)
@@ -249,7 +248,7 @@ def test_after_going_back_the_rest_counts_from_the_anchor_though_the_snapshot_wa
 
 
 def test_after_going_back_what_was_late_is_not_carried():
-    state, _ = train(joined(**CARRY), 8)
+    state, _ = train(joined(alignment=carry()), 8)
     state, _ = commit(state, 0, 0, void=True, rejected="nonfinite")
     state, _ = train(state, 2)
     _, effects = commit(state, 1, 1)
@@ -257,7 +256,7 @@ def test_after_going_back_what_was_late_is_not_carried():
 
 
 def test_who_was_not_finite_goes_back_though_the_rounds_values_are_to_come():
-    state, _ = train(joined(**CARRY), 6)
+    state, _ = train(joined(alignment=carry()), 6)
     state, effects = commit(state, 0, 1, rejected="nonfinite", values=False)
     assert effects == (
         Drop(0, 0, "rejected", rest(4)),

@@ -239,8 +239,6 @@ def test_what_is_outstanding_when_a_learner_leaves_stays_pending():
 
 SCRIPT = ["train", "merged", "late", "void", "nonfinite", "sick", "stranger", "apart"]
 SCRIPT += ["skip", "skip merged"]
-    "skip merged"
-]
 
 
 @given(
