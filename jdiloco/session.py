@@ -216,16 +216,19 @@ class Session:
     def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
         manifest, data, created = self._find_run(store, performer)
         keys = Keys(manifest.run)
-        life = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
-        chain, newest = newest_values(performer, performer.library(self._schema), manifest, data)
-        old = performer.run(joining.find_old(keys, chain.read))
+        birth = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
+        chain, newest = newest_values(
+            performer, performer.library(self._schema), manifest, data, birth.listed
+        )
+        old = performer.run(joining.find_old(keys, chain.read, birth.listed))
+        life = birth.life
         self._node = Node(
             Place(
                 store=store,
                 manifest=manifest,
                 manifest_data=data,
                 chain=chain,
-                life=life,
+                birth=birth,
                 schema=self._schema,
                 algorithm=self.algorithm,
                 scratch=scratch,
@@ -301,6 +304,19 @@ class Session:
     def node_id(self) -> str:
         """This node's id."""
         return self._node_id
+
+    @property
+    def position(self) -> int:
+        """The batches of this node's own data that are behind it: where to go on reading.
+
+        A batch is one optimiser step, so `step(..., steps=k)` counts k. Counts over all lives of a
+        node id: a node that is started again under its `node_id` goes on after the last batch that
+        anything it ever sent to the run covers, and trains on what came after that once more.
+
+            for batch in itertools.islice(batches, session.position, None):
+                params = session.step(train_step(params, batch), samples=len(batch))
+        """
+        return self._live().position
 
     @property
     def params(self) -> Any:

@@ -183,9 +183,11 @@ def _participants(closing: Closing) -> tuple[Participant, ...]:
             incarnation=report.key.incarnation,
             counters=report.head.counters,
             ledger=report.head.ledger,
+            position=report.head.position,
             weight=report.weight,
             sha256=report.sha256,
             final=report.key.final,
+            work=report.head.work,
         )
         for report in closing.merging
         if report.head is not None

@@ -7,6 +7,7 @@ and a test that kills after the k-th request can all drive the same lines:
     request                answer
     List(prefix, after)    keys, in order
     Get(key)               bytes, or None
+    ReadHead(key)          a contribution's ContributionHead, or None for nothing or nonsense
     Create(key, data)      True: created now. False: taken, or no clear answer; read back
     Delete(keys)           -
     Sleep(seconds)         seconds that passed
@@ -21,7 +22,7 @@ store, unlike training.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from jdiloco.errors import FormatError, NodeIdInUse, StoreIgnoresConditions
@@ -37,6 +38,7 @@ from jdiloco.protocol.keys import (
 )
 from jdiloco.protocol.records import (
     Checkpoint,
+    ContributionHead,
     Incarnation,
     Manifest,
     RoundRecord,
@@ -56,6 +58,11 @@ class List:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Get:
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadHead:
     key: str
 
 
@@ -85,7 +92,7 @@ class Saved:
     seconds: float
 
 
-Request = List | Get | Create | Delete | Sleep | SaveInitial | Saved
+Request = List | Get | ReadHead | Create | Delete | Sleep | SaveInitial | Saved
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -228,38 +235,146 @@ class Person:
     nonce: str
 
 
-def take_up_life(keys: Keys, person: Person, waiting: Waiting) -> Steps[Life]:
-    """Creates the next incarnation of a node.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Birth:
+    """What a node knows as soon as it lives."""
 
-    Under an id whose lease may be live it waits: NodeIdInUse once the beat changes. The order is
-    list, create, and (by the caller) list again: a contribution of an earlier life is either named
-    as valid here, or every closer that reads this incarnation rejects it.
+    life: Life
+    position: int  # Batches of its data that contributions of earlier lives cover.
+    beat: int  # Of its newest beat.
+    listed: tuple[str, ...]  # The log; it shows that beat.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier lives of a node have sent, as far as it has been looked at."""
+
+    position: int = 0  # The furthest of any of it.
+    read: int = -1  # The newest round seen to have a record; of older ones the position knows.
+    work: tuple[str, ...] = ()  # Contributions to rounds after that.
+
+
+def take_up_life(keys: Keys, person: Person, waiting: Waiting) -> Steps[Birth]:
+    """Creates the next incarnation of a node, and finds out how far it is in its data.
+
+    Under an id whose lease may be live it waits: NodeIdInUse once the beat changes. Then
+
+        list           what earlier lives have sent to open rounds
+        incarnation    names it as valid
+        beat           from here on every closer knows that there is a newer life
+        list           again, until the beat is in it
+
+    Whatever else an earlier life sends is rejected by every closer whose listing shows the beat. A
+    closer whose listing does not may still merge what it sees, but that was there before the beat,
+    so this node sees it too, or reads the record that merged it. Hence nothing that can be merged
+    of earlier lives lies beyond `position`. Listings may be late without harm, as long as each
+    shows the mailbox as it was at one moment.
     """
-    listed = yield List(keys.log)
-    yield from _await_silence(keys, person, waiting, listed)
     while True:
+        number = yield from _newest_life(keys, person.node)
+        listed = yield from _await_silence(keys, person, waiting, number)
+        past = yield from _look_back(keys, person.node, number, listed)
+        life = Life(person.node, number + 1)
+        if (yield from _be_born(keys, person, life.incarnation, waiting, past)):
+            break
+    beat, listed = yield from _show_life(keys, life, waiting, past.read + 1)
+    past = yield from _look_again(keys, person.node, past, listed)
+    return Birth(life, past.position, beat, tuple(listed))
+
+
+def _newest_life(keys: Keys, node: str) -> Steps[int]:
+    names = yield List(keys.incarnations(node))
+    numbers = [parsed[1] for name in names if (parsed := keys.parse_incarnation(name))]
+    return max(numbers, default=0)
+
+
+def _look_back(keys: Keys, node: str, number: int, listed: list[str]) -> Steps[Past]:
+    """What lives up to `number` have sent: from the newest record back to the birth of that life,
+    or to the first that it took part in, since it has gone on from there."""
+    read, work = _newest_round(keys, listed), _open_work(keys, node, listed)
+    if not number:
+        return Past(0, read, work)
+    before = yield from _read_incarnation(keys, node, number)
+    position = before.position
+    for round in range(read, before.round, -1):
+        record, _ = yield from _read_record(keys, round)
+        found, lives = _merged(record, node)
+        position = max(position, found)
+        if number in lives:
+            break
+    position, _ = yield from _read_heads(work, position)
+    return Past(position, read, work)
+
+
+def _look_again(keys: Keys, node: str, past: Past, listed: list[str]) -> Steps[Past]:
+    """What has come since. Work that is gone before it is read has been merged, or never will be:
+    the records that a further listing shows tell."""
+    while True:
+        read, work = _newest_round(keys, listed), _open_work(keys, node, listed)
+        position = past.position
+        for round in range(past.read + 1, read + 1):
+            record, _ = yield from _read_record(keys, round)
+            position = max(position, _merged(record, node)[0])
+        new = tuple(name for name in work if name not in past.work)
+        position, complete = yield from _read_heads(new, position)
+        past = Past(position, max(past.read, read), (*past.work, *new))
+        if complete:
+            return past
         listed = yield List(keys.log)
-        lives = yield List(keys.incarnations(person.node))
-        numbers = [parsed[1] for key in lives if (parsed := keys.parse_incarnation(key))]
-        number = max(numbers, default=0) + 1
-        if (yield from _be_born(keys, person, number, waiting, _open_work(keys, person, listed))):
-            return Life(person.node, number)
 
 
-def _open_work(keys: Keys, person: Person, listed: list[str]) -> tuple[str, ...]:
+def _read_heads(names: tuple[str, ...], position: int) -> Steps[tuple[int, bool]]:
+    """The furthest position, and whether all of them could be read."""
+    complete = True
+    for name in names:
+        head: ContributionHead | None = yield ReadHead(name)
+        complete = complete and head is not None
+        position = max(position, head.position if head else 0)
+    return position, complete
+
+
+def _merged(record: RoundRecord, node: str) -> tuple[int, frozenset[int]]:
+    """How far a record's contributions of a node reach, and of which lives they are."""
+    mine = [who for who in record.participants if who.node == node]
+    lives = frozenset(who.incarnation for who in mine)
+    return max((who.position for who in mine), default=0), lives
+
+
+def _newest_round(keys: Keys, listed: Iterable[str]) -> int:
+    """The newest round that has a record in a listing, -1 for none."""
+    rounds = [key.round for name in listed if isinstance(key := keys.parse(name), RecordKey)]
+    return max(rounds, default=-1)
+
+
+def _open_work(keys: Keys, node: str, listed: list[str]) -> tuple[str, ...]:
     """Contributions of this node to rounds that have no record yet."""
-    parsed = [(name, keys.parse(name)) for name in listed]
-    newest = max((key.round for _, key in parsed if isinstance(key, RecordKey)), default=-1)
+    newest = _newest_round(keys, listed)
     return tuple(
         name
-        for name, key in parsed
-        if isinstance(key, ContributionKey) and key.node == person.node and key.round > newest
+        for name in listed
+        if isinstance(key := keys.parse(name), ContributionKey)
+        and key.node == node
+        and key.round > newest
     )
 
 
-def _be_born(
-    keys: Keys, person: Person, number: int, waiting: Waiting, valid: tuple[str, ...]
-) -> Steps[bool]:
+def _show_life(
+    keys: Keys, life: Life, waiting: Waiting, next_round: int
+) -> Steps[tuple[int, list[str]]]:
+    """Beats until a listing shows it; returns the newest beat's number and that listing."""
+    number = 0
+    while True:
+        number += 1
+        beat = BeatKey(life.node, life.incarnation, number, "joining", 0, next_round)
+        yield Create(keys.beat(beat), b"")
+        listed = yield List(keys.log)
+        shown = [key for name in listed if isinstance(key := keys.parse(name), BeatKey)]
+        if any(Life(key.node, key.incarnation) == life for key in shown):
+            return number, listed
+        yield Sleep(waiting.poll_seconds)
+
+
+def _be_born(keys: Keys, person: Person, number: int, waiting: Waiting, past: Past) -> Steps[bool]:
     """Creates one incarnation, twice: a store that lets the second pass can carry no run."""
     key = keys.incarnation(person.node, number)
 
@@ -272,7 +387,9 @@ def _be_born(
                 host=person.host,
                 process=person.process,
                 backend=person.backend,
-                valid=valid,
+                valid=past.work,
+                round=past.read,
+                position=past.position,
                 write_id=write_id,
             ),
         )
@@ -290,17 +407,28 @@ def _be_born(
     return True
 
 
-def _await_silence(keys: Keys, person: Person, waiting: Waiting, listed: list[str]) -> Steps[None]:
-    """Waits until nobody of this id beats any more."""
+def _await_silence(keys: Keys, person: Person, waiting: Waiting, number: int) -> Steps[list[str]]:
+    """Waits until nobody of this id beats any more; returns the log as it is then.
+
+    Of life `number` no beat may be left, or none be there yet because it is being born this moment:
+    it is given a poll to show one.
+    """
+    listed = yield List(keys.log)
     beat = _newest_beat(keys, person.node, listed)
+    if number and (beat is None or beat.incarnation < number):
+        yield Sleep(waiting.poll_seconds)
+        listed = yield List(keys.log)
+        beat = _newest_beat(keys, person.node, listed)
     unchanged = 0.0
     while beat is not None and beat.phase != "left" and unchanged < waiting.lease_seconds:
         unchanged += yield Sleep(waiting.poll_seconds)
-        newer = _newest_beat(keys, person.node, (yield List(keys.log)))
-        if newer is not None and newer != beat:
-            if newer.phase == "left":
-                return
-            yield from _refuse(keys, person, newer)
+        listed = yield List(keys.log)
+        newer = _newest_beat(keys, person.node, listed)
+        if newer is not None and newer > beat:
+            if newer.phase != "left":
+                yield from _refuse(keys, person, newer)
+            beat = newer
+    return listed
 
 
 def _newest_beat(keys: Keys, node: str, listed: list[str]) -> BeatKey | None:
@@ -310,15 +438,11 @@ def _newest_beat(keys: Keys, node: str, listed: list[str]) -> BeatKey | None:
 
 
 def _refuse(keys: Keys, person: Person, beat: BeatKey) -> Steps[None]:
-    key = keys.incarnation(beat.node, beat.incarnation)
-    data = yield Get(key)
-    where = "somewhere"
-    if data is not None:
-        try:
-            other = unseal(key, data, Incarnation)
-            where = f"as process {other.process} on {other.host}"
-        except FormatError as error:
-            where = f"somewhere ({error})"
+    try:
+        other = yield from _read_incarnation(keys, beat.node, beat.incarnation)
+        where = f"as process {other.process} on {other.host}"
+    except FormatError as error:
+        where = f"somewhere ({error})"
     raise NodeIdInUse(
         f"Node id {person.node!r} is alive {where}; this is process {person.process} on "
         f"{person.host}. Give each node its own `node_id`, or none."
@@ -333,18 +457,18 @@ def read_manifest() -> Steps[bytes | None]:
     return (yield Get(MANIFEST))
 
 
-def read_chain(manifest: Manifest, data: bytes) -> Steps[Chain]:
-    """The chain at the newest record.
+def read_chain(
+    manifest: Manifest, data: bytes, listed: Iterable[str] | None = None
+) -> Steps[Chain]:
+    """The chain at the newest record of a listing, of a new one unless it is given.
 
     Needs the newest record and one per fragment, however long the run is.
     """
     keys = Keys(manifest.run)
     chain = chains.begin(manifest, data)
-    listed = yield List(keys.log)
-    rounds = [key.round for name in listed if isinstance(key := keys.parse(name), RecordKey)]
-    if not rounds:
+    newest = _newest_round(keys, (yield List(keys.log)) if listed is None else listed)
+    if newest < 0:
         return chain
-    newest = max(rounds)
     found = yield from _read_record(keys, newest)
     records = {newest: found}
     for head in found[0].heads:
@@ -356,12 +480,12 @@ def read_chain(manifest: Manifest, data: bytes) -> Steps[Chain]:
     return chains.resume(chain, *found, made, bases)
 
 
-def find_old(keys: Keys, read: int) -> Steps[Shelf]:
+def find_old(keys: Keys, read: int, listed: Iterable[str]) -> Steps[Shelf]:
     """What lies in the mailbox of rounds up to `read`, for this node to sweep when it closes.
 
-    Whoever wrote it may be gone, and with it the knowledge that it is there.
+    Whoever wrote it may be gone, and with it the knowledge that it is there. `listed` is the log.
     """
-    logged = [keys.parse(name) for name in (yield List(keys.log))]
+    logged = [keys.parse(name) for name in listed]
     contributions = [
         key for key in logged if isinstance(key, ContributionKey) and key.round <= read
     ]
@@ -374,6 +498,14 @@ def find_old(keys: Keys, read: int) -> Steps[Shelf]:
         ),
         strays=tuple(dict.fromkeys((r, prefix) for r, prefix in saved if r is not None)),
     )
+
+
+def _read_incarnation(keys: Keys, node: str, number: int) -> Steps[Incarnation]:
+    key = keys.incarnation(node, number)
+    data = yield Get(key)
+    if data is None:
+        raise FormatError(f"{key!r} is not there. Incarnations are never removed.")
+    return unseal(key, data, Incarnation)
 
 
 def _read_record(keys: Keys, round: int) -> Steps[tuple[RoundRecord, bytes]]:

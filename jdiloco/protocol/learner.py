@@ -46,6 +46,7 @@ class LearnerState:
     read: int
     next_round: int
     fragments: tuple[FragmentTraining, ...]
+    began: int = 0  # Batches of the node's data that were behind it at its birth.
     steps: int = 0
     since: int = 0  # Steps since it last published or joined.
     last_call: int = 0  # Steps that the newest `trained` covered.
@@ -53,6 +54,11 @@ class LearnerState:
     finishing: bool = False
     flush: bool = False
     reverted_at: int = -1  # The step after which all fragments last went back to their anchors.
+
+    @property
+    def position(self) -> int:
+        """Batches of the node's own data, one for each step of any life, that are behind it."""
+        return self.began + self.steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class Snapshot:
     version: int
     counters: Counters
     ledger: Ledger
+    position: int
     final: bool
     empty: bool  # Nothing was trained, but the round must be reported to.
 
@@ -71,10 +78,14 @@ class Snapshot:
 Effect = Snapshot | Align | Revert | Drop
 
 
-def joined(life: Life, rules: Rules, *, read: int, versions: tuple[int, ...]) -> LearnerState:
+def joined(
+    life: Life, rules: Rules, *, read: int, versions: tuple[int, ...], position: int = 0
+) -> LearnerState:
     """A learner that holds the newest values as of round `read` (-1: the initial ones)."""
     fragments = tuple(FragmentTraining(version) for version in versions)
-    return LearnerState(life, rules, read=read, next_round=read + 1, fragments=fragments)
+    return LearnerState(
+        life, rules, read=read, next_round=read + 1, fragments=fragments, began=position
+    )
 
 
 def _with_fragment(state: LearnerState, index: int, held: FragmentTraining) -> LearnerState:
@@ -186,6 +197,7 @@ def _publish(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
                 held.version,
                 held.counters,
                 held.ledger,
+                position=state.position,
                 final=state.finishing,
                 empty=held.counters.steps == 0,
             )

@@ -65,6 +65,14 @@ class Ledger(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, dropped=dropped, pending=self.pending - samples)
 
 
+class Covered(msgspec.Struct, frozen=True):
+    """How far into a claimed unit of work a node has trained."""
+
+    unit: str
+    claim: int  # The number of the claim under which it holds the unit.
+    batches: int  # From the unit's start.
+
+
 class ContributionHead(msgspec.Struct, frozen=True):
     """What a contribution says of itself, beside its tensors."""
 
@@ -76,9 +84,11 @@ class ContributionHead(msgspec.Struct, frozen=True):
     incarnation: int
     counters: Counters
     ledger: Ledger
+    position: int  # Batches of its own data, a step each, that the node has behind it.
     step_seconds: float | None = None  # The learner's usual step.
     final: bool = False  # The node is leaving.
     empty: bool = False  # The delta could not be made; there are no tensors.
+    work: tuple[Covered, ...] = ()  # Claimed units it covers.
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -120,6 +130,8 @@ class Incarnation(msgspec.Struct, frozen=True):
     process: int
     backend: str
     valid: tuple[str, ...]  # Keys of contributions of earlier incarnations that still count.
+    round: int  # The newest that was seen to have a record before this life, -1 for none.
+    position: int  # The furthest of any contribution of earlier incarnations seen by then.
     write_id: str
 
 
@@ -138,9 +150,11 @@ class Participant(msgspec.Struct, frozen=True):
     incarnation: int
     counters: Counters
     ledger: Ledger
+    position: int
     weight: float
     sha256: str  # Of the contribution's key, head and tensors.
     final: bool = False
+    work: tuple[Covered, ...] = ()
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import ContributionKey, Keys
 from jdiloco.protocol.records import ContributionHead
 from jdiloco.runtime import messages
-from jdiloco.store.base import Buffer
+from jdiloco.store.base import Buffer, Store
 from jdiloco.types import Counters, TensorSpec
 
 
@@ -66,6 +66,20 @@ def decode(key: str, data: bytes | None) -> Contribution:
     return Contribution(head, message.tensors, digest)
 
 
+def read_head(store: Store, key: str) -> ContributionHead | None:
+    """What a contribution says of itself, without its tensors; None for nothing or nonsense.
+
+    Its digest covers the tensors too, so damage shows only where it makes nonsense of the head.
+    """
+    try:
+        metadata = messages.read_metadata(
+            lambda start, stop: store.get(key, start=start, stop=stop)
+        )
+        return msgspec.json.decode(metadata["head"], type=ContributionHead)
+    except (FormatError, KeyError, msgspec.MsgspecError):
+        return None
+
+
 def check(
     found: Contribution,
     key: ContributionKey,
@@ -86,6 +100,8 @@ def check(
     if head.empty:
         raise Rejection("empty")
     check_counters(head.counters)
+    if not head.counters.steps <= head.position <= COUNT_MAX:
+        raise Rejection("counters")
     try:
         messages.check(found.tensors, specs, dtypes=delta_dtype)
     except FormatError as error:

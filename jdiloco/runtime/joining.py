@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from jdiloco.protocol import joining as requests
 from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.joining import Steps
 from jdiloco.protocol.records import Checkpoint, Manifest
-from jdiloco.runtime import checkpoints
+from jdiloco.runtime import checkpoints, contributions
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.payloads import Library
@@ -121,6 +121,8 @@ class Performer:
                 return [entry.key for entry in self._store.list(prefix, after=after)]
             case requests.Get(key):
                 return self._store.get(key)
+            case requests.ReadHead(key):
+                return contributions.read_head(self._store, key)
             case requests.Create(key, data):
                 return self._store.create(key, data)
             case requests.Delete(keys):
@@ -189,15 +191,20 @@ def initial_state(schema: Schema, values: dict[str, np.ndarray]) -> RunState:
 
 
 def newest_values(
-    performer: Performer, library: Library, manifest: Manifest, data: bytes
+    performer: Performer,
+    library: Library,
+    manifest: Manifest,
+    data: bytes,
+    listed: Iterable[str] | None = None,
 ) -> tuple[Chain, dict[str, np.ndarray]]:
     """Where the run stands, and the newest committed value of every tensor.
 
+    `listed` is the log; it is listed here unless it is given.
     A run goes on while it is read: a payload that is gone by the time it is wanted has been
     replaced by a newer one, so the records are read again. Raises FormatError when they still name
     what is gone.
     """
-    chain = performer.run(requests.read_chain(manifest, data))
+    chain = performer.run(requests.read_chain(manifest, data, listed))
     while True:
         try:
             values: dict[str, np.ndarray] = {}

@@ -65,6 +65,7 @@ class Learner:
             place.algorithm.rules(),
             read=place.chain.read,
             versions=place.chain.versions,
+            position=place.birth.position,
         )
         self._alignment = place.algorithm.alignment
         self._anchors: list[Leaves] = []
@@ -91,6 +92,11 @@ class Learner:
     def steps(self) -> int:
         """Steps trained in this life."""
         return self._state.steps + self._steps
+
+    @property
+    def position(self) -> int:
+        """Batches of the node's own data that are behind it."""
+        return self._state.position + self._steps
 
     # Opening and reading
 
@@ -318,6 +324,7 @@ class Learner:
             incarnation=life.incarnation,
             counters=snapshot.counters,
             ledger=snapshot.ledger,
+            position=snapshot.position,
             step_seconds=self._step_seconds,
             final=snapshot.final,
             empty=snapshot.empty,

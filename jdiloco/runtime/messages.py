@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +43,7 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 _LENGTH_BYTES = 8
+_FIRST_BYTES = 16 * 2**10  # Read at once of a message whose metadata is wanted: most headers.
 _ALIGNMENT = 64  # What `jax.device_put` wants before it does without a copy.
 _METADATA = "__metadata__"
 _REPR = reprlib.Repr()
@@ -95,6 +96,20 @@ def decode(data: Buffer) -> Message:
     body = view[header_stop:]
     _check_cover(layouts, len(body))
     return Message(metadata, {layout.name: layout.view(body) for layout in layouts})
+
+
+def read_metadata(read: Callable[[int, int], bytes | None]) -> dict[str, str]:
+    """The metadata of a message of which `read(start, stop)` gives ranges, without its tensors.
+
+    Raises FormatError when there is no message, or no header of one.
+    """
+    found = read(0, _FIRST_BYTES) or b""
+    length = int.from_bytes(found[:_LENGTH_BYTES], "little")
+    stop = _LENGTH_BYTES + min(length, HEADER_BYTES_MAX)
+    if len(found) == _FIRST_BYTES < stop:
+        found += read(_FIRST_BYTES, stop) or b""
+    header_stop = _header_stop(memoryview(found))
+    return _metadata(_parse(found[_LENGTH_BYTES:header_stop]).get(_METADATA, {}))
 
 
 def check(

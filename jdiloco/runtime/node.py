@@ -38,6 +38,7 @@ from jdiloco.errors import (
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
+from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
 from jdiloco.protocol.member import MemberState
 from jdiloco.protocol.records import (
@@ -107,10 +108,14 @@ class Place:
     manifest: Manifest
     manifest_data: bytes
     chain: Chain
-    life: Life
+    birth: Birth
     schema: Schema
     algorithm: DiLoCo
     scratch: Path
+
+    @property
+    def life(self) -> Life:
+        return self.birth.life
 
 
 class Node:
@@ -143,6 +148,7 @@ class Node:
             can_close=can_close,
             build=this_build(),
             now=clock.now(),
+            beat=place.birth.beat,
             shelf=shelf,
         )
         self._closer = RoundCloser(

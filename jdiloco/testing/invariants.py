@@ -45,7 +45,7 @@ from jdiloco.testing.simulate.history import (
     Worked,
 )
 from jdiloco.testing.simulate.scenario import NO_FAULTS, Scenario
-from jdiloco.testing.simulate.values import Delta
+from jdiloco.testing.simulate.values import Delta, Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +242,9 @@ def _whole(present: dict[str, bytes], key: str, payload: Payload) -> bool:
 
 
 def s3_nothing_is_merged_twice(facts: Facts) -> Violations:
-    """S3: a contribution is merged once, into the version it was subtracted from; a step too."""
-    merged: dict[tuple[Life, int], list[tuple[int, int]]] = collections.defaultdict(list)
+    """S3: a contribution is merged into the version it was subtracted from, and no row is merged
+    twice into one fragment, whichever node or life trained on it."""
+    merged: dict[int, list[Span]] = collections.defaultdict(list)
     for record in facts.in_order:
         base = facts.before(record)
         for who in record.participants:
@@ -256,10 +257,10 @@ def s3_nothing_is_merged_twice(facts: Facts) -> Violations:
                 yield f"round {record.round} merged a contribution that came later"
             if delta.base != facts.value(base, record.fragment):
                 yield f"round {record.round} merged what {who.node} subtracted from something else"
-            spans = merged[Life(who.node, who.incarnation), record.fragment]
-            if any(delta.start < stop and start < delta.stop for start, stop in spans):
-                yield f"round {record.round} merged steps of {who.node} a second time"
-            spans.append((delta.start, delta.stop))
+            for span in delta.rows:
+                if any(map(span.overlaps, merged[record.fragment])):
+                    yield f"round {record.round} merged rows of {who.node} a second time: {span}"
+                merged[record.fragment].append(span)
 
 
 def s4_records_can_be_recomputed(facts: Facts) -> Violations:
@@ -319,6 +320,7 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
     """S7: of what a participant processed, records and events tell where it went."""
     merged: collections.Counter[tuple[Life, int]] = collections.Counter()
     dropped = _drops_before_snapshots(facts)
+    trained = {entry.key: entry.steps for entry in facts.history.of(Snapped)}
     samples = {plan.node: plan.samples for plan in facts.history.scenario.nodes}
     for record in facts.in_order:
         for who in record.participants:
@@ -329,16 +331,16 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
             life, ledger = Life(who.node, who.incarnation), who.ledger
             per_step = samples.get(who.node) or samples[who.node.rstrip("b")]
             place = f"round {record.round}, {life}"
-            steps = delta.stop - delta.start
+            steps = delta.steps
             if (who.counters.steps, who.counters.samples) != (steps, steps * per_step):
                 yield f"{place}: counters are {who.counters}, {steps} steps were trained"
-            if ledger.processed != delta.stop * per_step:
-                yield f"{place}: the ledger has {ledger.processed}, trained were {delta.stop} steps"
+            key = ContributionKey(record.round, who.node, who.incarnation, who.final)
+            if ledger.processed != trained[key] * per_step:
+                yield f"{place}: the ledger has {ledger.processed} of {trained[key]} steps"
             if ledger.pending != who.counters.samples:
                 yield f"{place}: {ledger.pending} samples are pending, {who.counters} were sent"
             if ledger.merged != merged[life, record.fragment]:
                 yield f"{place}: records before merged {merged[life, record.fragment]} samples"
-            key = ContributionKey(record.round, who.node, who.incarnation, who.final)
             if ledger.dropped != dropped.get(key):
                 yield f"{place}: dropped {ledger.dropped}, events say {dropped.get(key)}"
             if not ledger.dropped.keys() <= set(DROPS):

@@ -106,6 +106,7 @@ def test_a_contribution_is_merged_by_its_record():
         incarnation=1,
         counters=Counters(steps=10, samples=40),
         ledger=Ledger(merged=100, dropped={"late": 8}, pending=60),
+        position=10,
         weight=1.0,
         sha256="",
     )

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from jdiloco.errors import FormatError, NodeIdInUse, StoreIgnoresConditions, StoreUnavailable
 from jdiloco.protocol import joining
-from jdiloco.protocol.joining import Creator, Person, Steps, Waiting
+from jdiloco.protocol.joining import Birth, Creator, Person, Steps, Waiting
 from jdiloco.protocol.keys import CREATING, MANIFEST, BeatKey, ContributionKey, Keys
 from jdiloco.protocol.records import (
     FORMAT,
     Checkpoint,
+    ContributionHead,
     Incarnation,
+    Ledger,
     Manifest,
+    Participant,
     Payload,
+    RoundRecord,
+    Timing,
     seal,
     sha256,
     unseal,
@@ -32,6 +38,7 @@ from jdiloco.testing.faults import (
     IgnoreCondition,
     crash_prefixes,
 )
+from jdiloco.types import Counters
 
 WAITING = Waiting(poll_seconds=0.5, beat_seconds=2.0, lease_seconds=6.0)
 KEYS = Keys("run1")
@@ -81,6 +88,9 @@ class Driver:
                 return [entry.key for entry in self.store.list(prefix, after=after)]
             case joining.Get(key):
                 return self.store.get(key)
+            case joining.ReadHead(key):
+                data = self.store.get(key)
+                return msgspec.json.decode(data, type=ContributionHead) if data else None
             case joining.Create(key, data):
                 return self.store.create(key, data)
             case joining.Delete(keys):
@@ -182,13 +192,70 @@ def live(store: Store, number: int, *, life: int = 1, phase: str = "training") -
     store.create(KEYS.beat(BeatKey("a", life, number, phase, 1, 0)), b"")
 
 
-def take_up(store: Store, elsewhere: Callable[[float], object] | None = None) -> Life:
+def be_born(store: Store, elsewhere: Callable[[float], object] | None = None) -> Birth:
     return Driver(store, elsewhere).run(joining.take_up_life(KEYS, person(), WAITING))
+
+
+def take_up(store: Store, elsewhere: Callable[[float], object] | None = None) -> Life:
+    return be_born(store, elsewhere).life
+
+
+def incarnation(store: Store, number: int) -> Incarnation:
+    key = KEYS.incarnation("a", number)
+    data = store.get(key)
+    assert data is not None
+    return unseal(key, data, Incarnation)
+
+
+def head(round: int, position: int, *, life: int = 1, node: str = "a") -> ContributionHead:
+    counters = Counters(1, 8)
+    return ContributionHead("run1", round, round % 2, 0, node, life, counters, Ledger(), position)
+
+
+def send(store: Store, round: int, position: int, *, life: int = 1, node: str = "a") -> str:
+    """A contribution comes to lie in the log."""
+    key = KEYS.contribution(ContributionKey(round, node, life, False))
+    store.create(key, msgspec.json.encode(head(round, position, life=life, node=node)))
+    return key
+
+
+def commit(store: Store, round: int, *merged: ContributionHead) -> None:
+    """A round gets a record that names these contributions."""
+    participants = tuple(
+        Participant(h.node, h.incarnation, h.counters, h.ledger, h.position, 1.0, "s")
+        for h in merged
+    )
+    record = RoundRecord(
+        format=FORMAT,
+        run="run1",
+        round=round,
+        fragment=round % 2,
+        version=1,
+        write_id="w",
+        closer="b",
+        incarnation=1,
+        previous="p",
+        base="b",
+        participants=participants,
+        rejected=(),
+        expected=1,
+        next_closer="b",
+        next_incarnation=1,
+        heads=(-1, -1),
+        versions=(0, 0),
+        timing=Timing(),
+        checkpoint=Checkpoint(-1, (0, 0), "p", ()),
+    )
+    store.create(KEYS.record(round), seal(KEYS.record(round), record))
 
 
 def test_lives_are_numbered_and_each_is_created_once():
     store = MemoryStore()
-    assert [take_up(store) for _ in range(3)] == [Life("a", n) for n in (1, 2, 3)]
+    lives = []
+    for number in (1, 2, 3):
+        lives.append(take_up(store))
+        live(store, 2, life=number, phase="left")
+    assert lives == [Life("a", n) for n in (1, 2, 3)]
 
 
 def test_a_node_that_is_killed_while_it_takes_up_a_life_takes_up_another_one():
@@ -204,9 +271,10 @@ def test_a_node_that_is_killed_while_it_takes_up_a_life_takes_up_another_one():
 def test_one_doubtful_answer_gives_one_life(fault):
     for number in range(1, 9):
         store = MemoryStore()
-        life = take_up(FaultyStore(store, {number: fault}))
+        birth = be_born(FaultyStore(store, {number: fault}))
         assert [e.key for e in store.list(KEYS.incarnations("a"))] == [KEYS.incarnation("a", 1)]
-        assert life == Life("a", 1)
+        assert birth.life == Life("a", 1)
+        assert any(f"/live/a.0001.{birth.beat:08}." in key for key in birth.listed)
 
 
 def test_a_store_that_ignores_the_condition_is_refused():
@@ -259,18 +327,164 @@ def test_an_id_that_has_left_is_free_at_once(when):
     assert leaves.slept <= when
 
 
+class Meanwhile(Driver):
+    """Something happens once, just before the first request that `when` picks out."""
+
+    def __init__(
+        self,
+        store: Store,
+        when: Callable[[joining.Request], bool],
+        happens: Callable[[], object],
+        elsewhere: Callable[[float], object] | None = None,
+    ) -> None:
+        super().__init__(store, elsewhere)
+        self._when = when
+        self._happens = [happens]
+
+    def _perform(self, request: joining.Request) -> Any:
+        if self._happens and self._when(request):
+            self._happens.pop()()
+        return super()._perform(request)
+
+    def be_born(self) -> Birth:
+        birth = self.run(joining.take_up_life(KEYS, person(), WAITING))
+        assert not self._happens
+        return birth
+
+
+def creates(part: str) -> Callable[[joining.Request], bool]:
+    return lambda request: isinstance(request, joining.Create) and part in request.key
+
+
+def test_of_two_processes_that_start_within_milliseconds_the_second_is_refused():
+    """Though it looks when the first has its incarnation and has not beaten yet."""
+    store = MemoryStore()
+
+    def second() -> None:
+        beats = iter(range(1, 100))
+        with pytest.raises(NodeIdInUse):
+            take_up(store, lambda slept: live(store, next(beats), phase="joining"))
+
+    birth = Meanwhile(store, creates("/live/"), second).be_born()
+    assert birth.life == Life("a", 1)
+
+
+def test_of_two_processes_that_take_up_one_life_the_one_that_gets_none_is_refused():
+    store = MemoryStore()
+
+    def first() -> None:
+        Driver(store).run(joining.take_up_life(KEYS, person(nonce="y"), WAITING))
+
+    beats = iter(range(2, 100))
+    slower = Meanwhile(store, creates("/node/"), first, lambda slept: live(store, next(beats)))
+    with pytest.raises(NodeIdInUse):
+        slower.be_born()
+
+
+def lived(store: Store) -> None:
+    """The node has lived once, and left."""
+    take_up(store)
+    live(store, 2, phase="left")
+
+
 def test_a_life_vouches_for_what_earlier_ones_sent_to_open_rounds():
     store = MemoryStore()
-    sent = [ContributionKey(round, "a", 1, False) for round in (3, 4, 5)]
-    for key in sent:
-        store.create(KEYS.contribution(key), b"")
-    store.create(KEYS.contribution(ContributionKey(4, "b", 1, False)), b"")
-    store.create(KEYS.record(3), b"")
-    take_up(store)
-    data = store.get(KEYS.incarnation("a", 1))
-    assert data is not None
-    found = unseal(KEYS.incarnation("a", 1), data, Incarnation)
-    assert found.valid == tuple(KEYS.contribution(key) for key in sent[1:])
+    lived(store)
+    sent = [send(store, round, 10 + round) for round in (3, 4, 5)]
+    send(store, 4, 99, node="b")
+    for round in range(4):
+        commit(store, round)
+    birth = be_born(store)
+    found = incarnation(store, 2)
+    assert found.valid == tuple(sent[1:])
+    assert (found.round, found.position, birth.position) == (3, 15, 15)
+
+
+def test_a_first_life_begins_at_the_start_of_its_data_and_asks_for_little():
+    store = MemoryStore()
+    commit(store, 0)
+    counting = FaultyStore(store, {})
+    assert be_born(counting).position == 0
+    asked = [(call.verb, call.key) for call in counting.calls]
+    log, lives, born = KEYS.log, KEYS.incarnations("a"), KEYS.incarnation("a", 1)
+    assert [key for verb, key in asked if verb == "list"] == [lives, log, log]
+    assert [key for verb, key in asked if verb == "get"] == [born]
+
+
+def records_read(store: FaultyStore) -> list[str]:
+    return [call.key for call in store.calls if call.verb == "get" and call.key.endswith(".0")]
+
+
+def test_the_position_is_found_in_records_once_contributions_are_swept():
+    store = MemoryStore()
+    lived(store)
+    for round in range(6):
+        commit(store, round, *([head(round, 10 * round)] if 1 <= round <= 3 else []))
+    counting = FaultyStore(store, {})
+    assert be_born(counting).position == 30
+    assert records_read(counting) == [KEYS.record(round) for round in (5, 4, 3)]
+
+
+def test_records_from_before_the_newest_life_are_not_read_again():
+    """What they say is in its incarnation."""
+    store = MemoryStore()
+    lived(store)
+    for round in range(4):
+        commit(store, round, head(round, 10 + round))
+    assert be_born(store).position == 13
+    live(store, 2, life=2, phase="left")
+    commit(store, 4)
+    counting = FaultyStore(store, {})
+    assert be_born(counting).position == 13
+    assert records_read(counting) == [KEYS.record(4)]
+
+
+def test_what_arrives_while_a_life_is_taken_up_does_not_stay_valid_but_counts():
+    """A closer may have seen it before it could know of the new life."""
+    store = MemoryStore()
+    lived(store)
+    birth = Meanwhile(store, creates("/node/"), lambda: send(store, 0, 7)).be_born()
+    assert (incarnation(store, 2).valid, incarnation(store, 2).position) == ((), 0)
+    assert birth.position == 7
+
+
+def test_what_is_merged_and_swept_while_a_life_is_taken_up_counts():
+    store = MemoryStore()
+    lived(store)
+    merged = Meanwhile(store, creates("/node/"), lambda: commit(store, 0, head(0, 7)))
+    assert merged.be_born().position == 7
+
+
+def test_work_that_is_swept_while_it_is_looked_at_is_found_in_its_record():
+    store = MemoryStore()
+    lived(store)
+    sent = send(store, 0, 7)
+
+    def swept() -> None:
+        store.delete([sent])
+        commit(store, 0, head(0, 7))
+
+    looked = Meanwhile(store, lambda request: isinstance(request, joining.ReadHead), swept)
+    assert looked.be_born().position == 7
+
+
+def test_a_listing_counts_once_it_shows_the_new_life():
+    """One that is late shows the mailbox as it was, and so no beat of this life."""
+    store = MemoryStore()
+    lived(store)
+    late: list[list[str]] = []
+
+    class Late(Driver):
+        def _perform(self, request: joining.Request) -> Any:
+            if creates("/live/")(request) and not self.slept:
+                late.append([entry.key for entry in store.list(KEYS.log)])
+                send(store, 0, 7)
+            if isinstance(request, joining.List) and late:
+                return late.pop()
+            return super()._perform(request)
+
+    birth = Late(store).run(joining.take_up_life(KEYS, person(), WAITING))
+    assert (birth.position, birth.beat) == (7, 2)
 
 
 # Reading where the run stands

@@ -285,6 +285,16 @@ def failed_uploads_are_given_up(patch: Patch) -> None:
     patch.setitem(member._HANDLERS, close.fx.Uploaded, forget)
 
 
+def a_restarted_node_begins_its_data_again(patch: Patch) -> None:
+    """From the start, whatever its earlier lives have sent."""
+    take_up = node.joining.take_up_life
+
+    def forgetful(*arguments):
+        return dataclasses.replace((yield from take_up(*arguments)), position=0)
+
+    patch.setattr(node.joining, "take_up_life", forgetful)
+
+
 FAULTS = [
     # fault, runs, seeds, properties of which one must say so
     (no_read_back, of_two, 5, {"S5"}),
@@ -303,7 +313,8 @@ FAULTS = [
     (a_hung_learner_is_waited_for, a_hung_learner, 1, {"L1"}),
     (rounds_are_due_by_the_first_step, a_late_joiner, 1, {"L1"}),
     (claims_never_come, drawn, 10, {"L1"}),
-    (nothing_is_ever_void, drawn, 20, {"L1"}),
+    (nothing_is_ever_void, drawn, 50, {"L1"}),
+    (a_restarted_node_begins_its_data_again, drawn, 10, {"S3"}),
     (failed_uploads_are_given_up, failing_uploads, 1, {"L1"}),
 ]
 

@@ -232,7 +232,7 @@ def test_standard_diloco_follows_the_formula_in_lock_step():
         for who in record.participants:
             found = facts.delta(record, who)
             assert found is not None
-            assert found[1].stop == schedule.due(record.round, sync_every=8, fragments=1)
+            assert found[1].head.position == schedule.due(record.round, sync_every=8, fragments=1)
     assert not history.events(events.Dropped)
 
 

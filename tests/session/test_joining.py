@@ -131,14 +131,13 @@ def test_a_schema_mismatch_names_each_tensor_with_both_shapes():
 
 def test_an_id_that_is_alive_is_refused():
     mailbox = memory()
-    with session(vector(1.0), algorithm(), mailbox, "twin") as first:
-        wait_until(lambda: node_of(first).state.beaten)
-        with (
-            no_threads_left(),
-            pytest.raises(NodeIdInUse, match="'twin' is alive as process"),
-            session(vector(1.0), algorithm(), mailbox, "twin"),
-        ):
-            pass
+    with (
+        session(vector(1.0), algorithm(), mailbox, "twin"),
+        no_threads_left(),
+        pytest.raises(NodeIdInUse, match="'twin' is alive as process"),
+        session(vector(1.0), algorithm(), mailbox, "twin"),
+    ):
+        pass
 
 
 def test_an_id_is_free_again_as_soon_as_its_node_has_left():
@@ -150,6 +149,26 @@ def test_an_id_is_free_again_as_soon_as_its_node_has_left():
     with session(vector(1.0), settings, mailbox, "same", poll_interval=0.1) as s:
         assert node_of(s).place.life.incarnation == 2
     assert time.monotonic() - began < 20
+
+
+def test_a_node_that_is_started_again_goes_on_in_its_data_after_what_it_has_sent():
+    """What it had trained on and not sent is trained on once more."""
+    mailbox, settings = memory(), algorithm(overlap_steps=0)
+    for begins, steps, ends in ((0, 10, 10), (8, 4, 12), (12, 0, 12)):
+        with session(vector(1.0), settings, mailbox, "same") as s:
+            assert s.position == begins
+            params = s.params
+            for _ in range(steps):
+                params = s.step({"w": params["w"] + 1.0}, samples=1)
+            assert s.position == ends
+    merged = [(p.position, p.counters.steps) for r in records(mailbox) for p in r.participants]
+    assert merged == [(4, 4), (8, 4), (12, 4)]
+
+
+def test_a_call_that_covers_several_steps_moves_the_position_by_as_many():
+    with session(vector(1.0), algorithm(), memory()) as s:
+        s.step(s.params, samples=8, steps=3)
+        assert s.position == 3
 
 
 def wipe(mailbox) -> None:

@@ -109,11 +109,13 @@ def start(
     can_close: bool,
     build: Build,
     now: float,
+    beat: int = 1,
     shelf: sweep.Shelf = EMPTY_SHELF,
 ) -> MemberState:
     """A member that has joined and knows the chain up to its newest record.
 
-    `shelf` holds what it found in the mailbox that will be garbage (`joining.find_old`).
+    Its life has shown itself with beat number `beat`; `shelf` holds what it found in the mailbox
+    that will be garbage (`joining.find_old`).
     """
     return MemberState(
         me=me,
@@ -126,6 +128,8 @@ def start(
         closing=closings.opened(chain.round, chain.named, me, can_close=can_close),
         waits=Waits(opened=now),
         records_to=chain.read,
+        beat=beat,
+        beaten=True,
         next_poll=now,
         next_beat=now,
         next_check=now + CHECK_LEASES * rules.lease_seconds,

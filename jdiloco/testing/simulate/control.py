@@ -12,9 +12,9 @@ from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
+from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
 from jdiloco.protocol.records import Build, Manifest, RoundRecord, unseal
-from jdiloco.protocol.rules import Life
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate.closer import (
     Asking,
@@ -42,7 +42,7 @@ class Control:
         scenario: Scenario,
         plan: Plan,
         *,
-        life: Life,
+        birth: Birth,
         chain: Chain,
         write: Callable[[Entry], None],
     ) -> None:
@@ -60,13 +60,14 @@ class Control:
         self._wake_ticks = -1
         self._left = Slot()
         self.state = member.start(
-            life,
+            birth.life,
             scenario.rules,
             chain,
             poll_seconds=scenario.poll_seconds,
             can_close=plan.can_close,
             build=BUILD,
             now=process.now,
+            beat=birth.beat,
         )
         self._closer = Closer(mailbox, self.state.keys, plan.merge_seconds)
         self._small, self._upload, self._close, self._deliver, self._save = (

@@ -92,10 +92,11 @@ class Snapped(Entry):
     """A learner took a snapshot, to be sent as this contribution."""
 
     key: ContributionKey
+    steps: int  # Trained in this life so far.
 
     @property
     def what(self) -> str:
-        return f"took a snapshot for round {self.key.round}"
+        return f"took a snapshot for round {self.key.round} after {self.steps} steps"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

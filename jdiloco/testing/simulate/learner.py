@@ -7,15 +7,15 @@ from collections.abc import Callable
 from jdiloco import events
 from jdiloco.errors import JDilocoError
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead
-from jdiloco.protocol.rules import Life
 from jdiloco.testing.simulate.closer import Asking
 from jdiloco.testing.simulate.control import Control, ToLearner
 from jdiloco.testing.simulate.history import Entry, Held, Snapped, Worked
 from jdiloco.testing.simulate.scenario import Plan, Scenario
-from jdiloco.testing.simulate.values import Delta, Values
+from jdiloco.testing.simulate.values import Delta, Row, Values, spans
 from jdiloco.testing.simulate.world import Process, Sleep, Take
 
 NEVER = 2**62
@@ -23,7 +23,7 @@ WAIT_SECONDS = 0.1
 
 
 class Learner:
-    """The parameters of a fragment are its anchor and the range of steps trained since."""
+    """The parameters of a fragment are its anchor and the rows trained on since."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Learner:
         plan: Plan,
         *,
         run: str,
-        life: Life,
+        birth: Birth,
         held: list[Values],
         rounds: list[int],
         write: Callable[[Entry], None],
@@ -45,6 +45,7 @@ class Learner:
         self._run = run
         self._write = write
         self._anchors = held
+        self._rows: list[Row] = []  # One for each step of this life.
         self._first = [0] * len(held)  # Steps up to here are not in the parameters any more.
         self._finite = [True] * len(held)
         self._steps = self._due = 0
@@ -52,7 +53,13 @@ class Learner:
         self._asleep = 0.0
         chain = control.state.chain
         versions = tuple(value.version for value in held)
-        self.state = machine.joined(life, scenario.rules, read=chain.read, versions=versions)
+        self.state = machine.joined(
+            birth.life,
+            scenario.rules,
+            read=chain.read,
+            versions=versions,
+            position=birth.position,
+        )
         for index, round in enumerate(rounds):
             self._note(index, round)
 
@@ -79,6 +86,7 @@ class Learner:
             took = yield Sleep(plan.step_seconds)
             hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
             self._asleep += took - plan.step_seconds + hung
+            self._rows.append((plan.node, self.state.began + step))
             if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
                 self._finite = [False] * len(self._finite)
             yield from self._step()
@@ -182,15 +190,17 @@ class Learner:
             incarnation=life.incarnation,
             counters=snapshot.counters,
             ledger=snapshot.ledger,
+            position=snapshot.position,
             step_seconds=self._plan.step_seconds,
             final=snapshot.final,
             empty=snapshot.empty,
         )
         base = self._anchors[index].value
         stop = self.state.steps
-        delta = Delta(head, base, self._first[index], stop, self._finite[index])
+        rows = spans(self._rows[self._first[index] : stop])
+        delta = Delta(head, base, rows, self._finite[index])
         key = ContributionKey(snapshot.round, life.node, life.incarnation, snapshot.final)
-        self._write(Snapped(self._process.world.now, self._process.name, key))
+        self._write(Snapped(self._process.world.now, self._process.name, key, stop))
         self._control.contribute(delta)
 
     # Leaving

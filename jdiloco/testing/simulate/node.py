@@ -129,14 +129,15 @@ class Node(Process):
         manifest = unseal(MANIFEST, data, Manifest)
         person = joining.Person(self.plan.node, "host", 1, "simulated", name)
         keys = Keys(manifest.run)
-        life = yield from self._perform(joining.take_up_life(keys, person, waiting))
-        chain, held = yield from self._newest(manifest, data)
+        birth = yield from self._perform(joining.take_up_life(keys, person, waiting))
+        chain, held = yield from self._newest(manifest, data, birth.listed)
+        life = birth.life
         control = Control(
             self,
             self._mailbox,
             self._scenario,
             self.plan,
-            life=life,
+            birth=birth,
             chain=chain,
             write=self._write,
         )
@@ -148,7 +149,7 @@ class Node(Process):
             self._scenario,
             self.plan,
             run=manifest.run,
-            life=life,
+            birth=birth,
             held=held,
             rounds=list(chain.heads),
             write=self._write,
@@ -172,8 +173,8 @@ class Node(Process):
 
         return describe
 
-    def _newest(self, manifest: Manifest, data: bytes) -> Asking:
-        chain = yield from self._perform(joining.read_chain(manifest, data))
+    def _newest(self, manifest: Manifest, data: bytes, listed: tuple[str, ...]) -> Asking:
+        chain = yield from self._perform(joining.read_chain(manifest, data, listed))
         while True:
             try:
                 held = []
@@ -223,6 +224,8 @@ class Node(Process):
                 return (yield self._mailbox.list(prefix, after))
             case joining.Get(key):
                 return (yield self._mailbox.get(key))
+            case joining.ReadHead(key):
+                return values.read_head(key, (yield self._mailbox.get(key)))
             case joining.Create(key, data):
                 return (yield self._mailbox.create(key, data))
             case joining.Delete(keys):

@@ -28,7 +28,7 @@ class Plan:
     """One node: its work and its misfortunes."""
 
     node: str
-    steps: int = 40
+    steps: int = 40  # Of each life, each on the next row of the node's own data.
     step_seconds: float = 0.5
     samples: int = 8  # Per step.
     starts: float = 0.0

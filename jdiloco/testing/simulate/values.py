@@ -1,13 +1,14 @@
 """What stands for tensors in a simulated run: where a value came from, spelled out.
 
-A delta is a range of one life's steps. A committed value is the hash of the value it replaced and
-of everything that was merged into it, so whether a step was merged twice, or into a value that it
+A delta is the rows that were trained on. A committed value is the hash of the value it replaced and
+of everything that was merged into it, so whether a row was merged twice, or into a value that it
 was not subtracted from, can be read off exactly; no rounding hides it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -16,15 +17,45 @@ from jdiloco.protocol.keys import ContributionKey, Keys
 from jdiloco.protocol.records import ContributionHead, seal, unseal
 from jdiloco.runtime.contributions import Contribution, Rejection, check
 
+Row = tuple[str, int]
+"""A stream of data, and which of its rows. One row is one step; a node's own stream has its id."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Rows `start` to `stop` (exclusive) of a stream."""
+
+    stream: str
+    start: int
+    stop: int
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether some row is in both."""
+        same = self.stream == other.stream
+        return same and self.start < other.stop and other.start < self.stop
+
 
 class Delta(msgspec.Struct, frozen=True):
-    """A contribution: the steps from `start` (exclusive) to `stop` of a life, and from where."""
+    """A contribution: the rows that were trained on, in order, and from where."""
 
     head: ContributionHead
     base: str  # The anchor's value.
-    start: int
-    stop: int
+    rows: tuple[Span, ...]
     finite: bool
+
+    @property
+    def steps(self) -> int:
+        return sum(span.stop - span.start for span in self.rows)
+
+
+def spans(rows: Iterable[Row]) -> tuple[Span, ...]:
+    """Rows, as they were trained on, with those that follow one another put together."""
+    found: list[Span] = []
+    for stream, row in rows:
+        if found and (found[-1].stream, found[-1].stop) == (stream, row):
+            found[-1] = Span(stream, found[-1].start, row + 1)
+        else:
+            found.append(Span(stream, row, row + 1))
+    return tuple(found)
 
 
 class Values(msgspec.Struct, frozen=True):
@@ -66,6 +97,14 @@ def decode(data: bytes) -> Values:
     return msgspec.json.decode(data, type=Values)
 
 
+def read_head(name: str, data: bytes | None) -> ContributionHead | None:
+    """What a contribution says of itself; None for nothing or nonsense."""
+    try:
+        return None if data is None else unseal(name, data, Delta).head
+    except FormatError:
+        return None
+
+
 def examined(
     name: str, data: bytes | None, key: ContributionKey, keys: Keys, fragment: int, version: int
 ) -> Delta:
@@ -83,4 +122,18 @@ def examined(
     return delta
 
 
-__all__ = ["Delta", "Values", "decode", "encode", "examined", "initial", "merged", "seal", "weight"]
+__all__ = [
+    "Delta",
+    "Row",
+    "Span",
+    "Values",
+    "decode",
+    "encode",
+    "examined",
+    "initial",
+    "merged",
+    "read_head",
+    "seal",
+    "spans",
+    "weight",
+]
