@@ -31,7 +31,7 @@ from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.schema import Schema
-from jdiloco.store import FolderStore, open_store
+from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
 
 LEAVE_SECONDS = 2.0
@@ -209,6 +209,7 @@ class Session:
             scratch=scratch,
             initial=lambda: initial_state(self._schema, self._initial_values()),
             check_stop=self._check_stop,
+            small=small_requests(store, self.algorithm.rules().small_seconds),
         )
         with contextlib.closing(performer):
             self._join_run(store, performer, scratch)
