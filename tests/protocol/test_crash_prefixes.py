@@ -74,7 +74,8 @@ def taking_over(dies: Death, **settings) -> Scenario:
         Plan(node="y", steps=16, starts=1.0, deaths=(dies,)),
         Plan(node="z", steps=TO_THE_END, starts=5.0),
     )
-    return scenario(*plans, **{**SHORT, **settings})
+    patient = {"grace_seconds": 0.5}  # A step: three train, two are a quorum.
+    return scenario(*plans, **{**SHORT, **patient, **settings})
 
 
 def saving(dies: Death, **settings) -> Scenario:
