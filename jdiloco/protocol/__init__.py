@@ -17,6 +17,7 @@ Design.
     learner    what trained steps and committed rounds lead to; runs in the user's thread
     sweep      what may be removed
     joining    creating a run, taking up a life, reading where the run stands
+    work       units of work that nodes claim, give back, and take over from the dead
     effects    what goes into a member and what comes out of it
 
 The commit of a round is the creation of its record, and nothing else is. Round records, claims, the

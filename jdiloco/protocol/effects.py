@@ -17,6 +17,7 @@ from jdiloco.protocol.records import (
     Payload,
     RoundRecord,
 )
+from jdiloco.protocol.rules import Life
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +125,13 @@ class Progress(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Watched(Event):
+    """This node has claimed work in view, and has to know whether these lives go on."""
+
+    lives: tuple[Life, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Delivered(Event):
     """Answers Deliver; not `ok` when the store did not answer."""
 
@@ -139,10 +147,11 @@ class Saved(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ManifestRead(Event):
-    """Answers ReadManifest: the run it names, "" for none, None without an answer."""
+class PlaceRead(Event):
+    """Answers ReadPlace: the run that the manifest names, "" for none, None without an answer."""
 
     run: str | None
+    superseded: bool = False  # This node has a newer incarnation.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,8 +291,8 @@ class DeleteUnder(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReadManifest(Effect):
-    """See whether the mailbox still holds this run."""
+class ReadPlace(Effect):
+    """See whether the mailbox still holds this run, and whether this life has a successor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ and a test that kills after the k-th request can all drive the same lines:
     Create(key, data)      True: created now. False: taken, or no clear answer; read back
     Delete(keys)           -
     Sleep(seconds)         seconds that passed
+    Look(lives)            `work.View`: what the member of a node that has joined knows of them
     SaveInitial(prefix)    -            begins to write the first run checkpoint
     Saved(seconds)         Checkpoint, or None when it is not complete after `seconds`
 
@@ -92,7 +93,12 @@ class Saved:
     seconds: float
 
 
-Request = List | Get | ReadHead | Create | Delete | Sleep | SaveInitial | Saved
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    lives: tuple[Life, ...]
+
+
+Request = Look | List | Get | ReadHead | Create | Delete | Sleep | SaveInitial | Saved
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -202,7 +208,7 @@ def _create(
         yield Create(f"{CREATING}{creator.name}.{beat:08}", b"")
     manifest = describe(checkpoint)
     data = seal(MANIFEST, manifest)
-    found = yield from _settle(MANIFEST, data, waiting)
+    found = yield from settle(MANIFEST, data, waiting)
     if found == data:
         return data, True
     keys = yield List(f"{creator.prefix}/")
@@ -211,7 +217,7 @@ def _create(
     return found, False
 
 
-def _settle(key: str, data: bytes, waiting: Waiting) -> Steps[bytes]:
+def settle(key: str, data: bytes, waiting: Waiting) -> Steps[bytes]:
     """Creates a contested object and returns what lies there: these bytes, or the winner's."""
     while True:
         if (yield Create(key, data)):
@@ -252,6 +258,7 @@ class Past:
     position: int = 0  # The furthest of any of it.
     read: int = -1  # The newest round seen to have a record; of older ones the position knows.
     work: tuple[str, ...] = ()  # Contributions to rounds after that.
+    valid: tuple[str, ...] = ()  # Of these, what the newest life sent or vouches for.
 
 
 def take_up_life(keys: Keys, person: Person, waiting: Waiting) -> Steps[Birth]:
@@ -290,10 +297,14 @@ def _newest_life(keys: Keys, node: str) -> Steps[int]:
 
 def _look_back(keys: Keys, node: str, number: int, listed: list[str]) -> Steps[Past]:
     """What lives up to `number` have sent: from the newest record back to the birth of that life,
-    or to the first that it took part in, since it has gone on from there."""
+    or to the first that it took part in, since it has gone on from there.
+
+    What a life before that one sent is valid only if that one vouched for it: it may have trained
+    the same rows since.
+    """
     read, work = _newest_round(keys, listed), _open_work(keys, node, listed)
     if not number:
-        return Past(0, read, work)
+        return Past(0, read, work, work)
     before = yield from _read_incarnation(keys, node, number)
     position = before.position
     for round in range(read, before.round, -1):
@@ -303,7 +314,33 @@ def _look_back(keys: Keys, node: str, number: int, listed: list[str]) -> Steps[P
         if number in lives:
             break
     position, _ = yield from _read_heads(work, position)
-    return Past(position, read, work)
+    valid = tuple(name for name in work if name in before.valid or _is_of(keys, name, number))
+    return Past(position, read, work, valid)
+
+
+def _is_of(keys: Keys, name: str, incarnation: int) -> bool:
+    key = keys.parse(name)
+    return isinstance(key, ContributionKey) and key.incarnation == incarnation
+
+
+def inherit(keys: Keys, life: Life, *, round: int) -> Steps[Incarnation]:
+    """The next life of a node that somebody else ends, with what it vouches for.
+
+    `round` is the newest whose record has been read.
+    """
+    listed = yield List(keys.log, keys.after(max(0, round)))
+    past = yield from _look_back(keys, life.node, life.incarnation - 1, listed)
+    return Incarnation(
+        node=life.node,
+        incarnation=life.incarnation,
+        host="",
+        process=0,
+        backend="",
+        valid=past.valid,
+        round=past.read,
+        position=past.position,
+        write_id="",
+    )
 
 
 def _look_again(keys: Keys, node: str, past: Past, listed: list[str]) -> Steps[Past]:
@@ -317,7 +354,7 @@ def _look_again(keys: Keys, node: str, past: Past, listed: list[str]) -> Steps[P
             position = max(position, _merged(record, node)[0])
         new = tuple(name for name in work if name not in past.work)
         position, complete = yield from _read_heads(new, position)
-        past = Past(position, max(past.read, read), (*past.work, *new))
+        past = Past(position, max(past.read, read), (*past.work, *new), past.valid)
         if complete:
             return past
         listed = yield List(keys.log)
@@ -387,7 +424,7 @@ def _be_born(keys: Keys, person: Person, number: int, waiting: Waiting, past: Pa
                 host=person.host,
                 process=person.process,
                 backend=person.backend,
-                valid=past.work,
+                valid=past.valid,
                 round=past.read,
                 position=past.position,
                 write_id=write_id,
@@ -395,7 +432,7 @@ def _be_born(keys: Keys, person: Person, number: int, waiting: Waiting, past: Pa
         )
 
     data = named(f"{person.nonce}.1")
-    found = yield from _settle(key, data, waiting)
+    found = yield from settle(key, data, waiting)
     if found != data:
         return False
     if (yield Create(key, named(f"{person.nonce}.2"))) or (yield Get(key)) != data:

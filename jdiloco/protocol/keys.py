@@ -11,10 +11,15 @@
 | `{run}/data/{r}.{write id}.{anchor,outer}` | payload of one attempt to close a round | owned |
 | `{run}/save/{r}.{node}.{inc}/…` | files of a run checkpoint | owned |
 | `{run}/node/{node}.{inc}` | incarnation | contested |
+| `{run}/unit/{queue}/{unit}.{n:03}` | n-th claim on a unit of work | contested |
+| `{run}/rank/{count}/{rank}.{n:03}` | n-th claim on one of `count` fixed slices | contested |
+| either with `.back`, `.done` | given back; complete: by whoever holds the n-th claim | contested |
+| `{run}/barrier/{name}/{node}.{inc}` | a node has come to a barrier | owned |
 
-`r` has ten digits, `g` is `r div 1000` in seven, `inc` has four. Digits sort before letters, so a
-listing after `{run}/log/{g}/{r}` skips every round before `r` and still shows every beat. Contested
-keys are never deleted: a delayed writer would create them a second time.
+`r` and `unit` have ten digits, `g` is `r div 1000` in seven, `inc` and `rank` have four. Digits
+sort before letters, so a listing after `{run}/log/{g}/{r}` skips every round before `r` and still
+shows every beat. Contested keys are never deleted: a delayed writer would create them a second
+time.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from jdiloco.errors import UsageError
 MANIFEST = "manifest"
 CREATING = "creating/"
 NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-PHASES = ("joining", "training", "waiting", "finished", "syncing", "left")
+PHASES = ("joining", "training", "waiting", "resting", "finished", "syncing", "left")
+MARKS = ("", "back", "done")
 
 
 def check_node_id(node: str) -> str:
@@ -77,6 +83,36 @@ class BeatKey:
     next_round: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pool:
+    """Units of work, numbered from 0, that nodes claim: a queue's, or the slices of `ranks`."""
+
+    name: str
+    count: int
+    digits: int
+
+    @classmethod
+    def queue(cls, name: str, count: int) -> Pool:
+        return cls(f"unit/{name}", count, 10)
+
+    @classmethod
+    def ranks(cls, count: int) -> Pool:
+        return cls(f"rank/{count}", count, 4)
+
+    def unit(self, unit: int) -> str:
+        """What contributions call a unit."""
+        return f"{self.name}/{unit:0{self.digits}}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class UnitKey:
+    """A unit was claimed; given back or completed when it is marked so."""
+
+    unit: int
+    claim: int  # From 1; the highest counts.
+    mark: str = ""  # One of MARKS.
+
+
 LogKey = RecordKey | ClaimKey | ContributionKey | BeatKey
 
 _NODE = rf"(?P<node>{NODE_ID.pattern})"
@@ -88,6 +124,7 @@ _BEAT = re.compile(
     rf"live/{_NODE}\.(?P<inc>[0-9]{{4,18}})\.(?P<beat>[0-9]{{8,18}})"
     rf"\.(?P<phase>{'|'.join(PHASES)})\.(?P<step>[0-9]{{1,18}})\.(?P<next>[0-9]{{1,18}})"
 )
+_UNIT = re.compile(r"(?P<unit>[0-9]{4,18})\.(?P<claim>[0-9]{3,18})(?:\.(?P<mark>back|done))?")
 _INCARNATION = re.compile(rf"{_NODE}\.(?P<inc>[0-9]{{4,18}})")
 
 
@@ -157,6 +194,36 @@ class Keys:
         if match is None or self.incarnation(match["node"], int(match["inc"])) != key:
             return None
         return match["node"], int(match["inc"])
+
+    def units(self, pool: Pool, after: int = 0) -> tuple[str, str]:
+        """Prefix and start of a listing that shows a pool from unit `after` on."""
+        return f"{self.run}/{pool.name}/", f"{self.run}/{pool.unit(after)}"
+
+    def unit(self, pool: Pool, key: UnitKey) -> str:
+        end = f".{key.mark}" if key.mark else ""
+        return f"{self.run}/{pool.unit(key.unit)}.{key.claim:03}{end}"
+
+    def parse_unit(self, pool: Pool, key: str) -> UnitKey | None:
+        """Reads a key of a pool; None for one that nobody of us wrote."""
+        match = _UNIT.fullmatch(key.removeprefix(f"{self.run}/{pool.name}/"))
+        if match is None:
+            return None
+        found = UnitKey(int(match["unit"]), int(match["claim"]), match["mark"] or "")
+        return found if self.unit(pool, found) == key and found.unit < pool.count else None
+
+    def barrier(self, name: str) -> str:
+        """The prefix of what lies at a barrier."""
+        return f"{self.run}/barrier/{name}/"
+
+    def arrival(self, name: str, node: str, incarnation: int) -> str:
+        return f"{self.barrier(name)}{node}.{incarnation:04}"
+
+    def parse_arrival(self, name: str, key: str) -> str | None:
+        """Which node came, or None for anything else."""
+        match = _INCARNATION.fullmatch(key.removeprefix(self.barrier(name)))
+        if match is None or self.arrival(name, match["node"], int(match["inc"])) != key:
+            return None
+        return match["node"]
 
     def spell(self, key: LogKey) -> str:
         """The one name of what `key` says."""

@@ -3,6 +3,7 @@
     event      what it may lead to
     trained    Snapshot (a round is due), or nothing
     follow     Snapshot (the others are waiting for this one)
+    report     Snapshot (others have to see how far this one is)
     committed  Align, Revert, Drop; then Snapshot when a round was waiting for it
     finish     Snapshot with what is left, when it flushes
     leave      Drop
@@ -51,6 +52,7 @@ class LearnerState:
     since: int = 0  # Steps since it last published or joined.
     last_call: int = 0  # Steps that the newest `trained` covered.
     follow: int = -1  # A round to publish as soon as there is anything to publish.
+    reporting: bool = False  # The next round is published as soon as it may be.
     finishing: bool = False
     flush: bool = False
     reverted_at: int = -1  # The step after which all fragments last went back to their anchors.
@@ -160,6 +162,15 @@ def follow(state: LearnerState, round: int) -> tuple[LearnerState, tuple[Effect,
     return replace(state, follow=max(state.follow, round)), ()
 
 
+def report(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
+    """Publishes the next round with the steps it has, if any, as soon as it may.
+
+    A learner that stops training for a while would otherwise keep to itself how far it is in its
+    work. A round in which it has nothing to say is reported to all the same: what counts is that.
+    """
+    return _publish(replace(state, reporting=True))
+
+
 def finish(state: LearnerState, *, flush: bool) -> tuple[LearnerState, tuple[Effect, ...]]:
     """No more steps will come. With `flush`, what was trained is published first."""
     return _publish(replace(state, finishing=True, flush=flush))
@@ -172,6 +183,8 @@ def _may_publish(state: LearnerState, held: FragmentTraining) -> bool:
 
 
 def _wants_to_publish(state: LearnerState, held: FragmentTraining) -> bool:
+    if state.reporting:
+        return True
     if state.finishing:
         return state.flush and _unpublished(state)
     wanted = state.follow == state.next_round or state.since >= _gap(state)
@@ -204,7 +217,9 @@ def _publish(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
         )
         sent = Outstanding(state.next_round, held.counters, state.steps, final=state.finishing)
         state = _with_fragment(state, index, replace(held, outstanding=sent))
-        state = replace(state, next_round=state.next_round + 1, since=_carried(state))
+        state = replace(
+            state, next_round=state.next_round + 1, since=_carried(state), reporting=False
+        )
 
 
 def _carried(state: LearnerState) -> int:

@@ -116,10 +116,16 @@ class Verdict:
         return found if found > life.incarnation else None
 
 
-def judge(leases: Leases, rules: Rules) -> Verdict:
-    """The verdict on everybody seen."""
+NOBODY = Verdict()
+
+
+def judge(leases: Leases, rules: Rules, *, before: Verdict = NOBODY) -> Verdict:
+    """The verdict on everybody seen. That a node has a newer life is never forgotten."""
+    newest = dict(before.newest)
+    for life in leases:
+        newest[life.node] = max(life.incarnation, newest.get(life.node, 0))
     return Verdict(
         live=frozenset(life for life, lease in leases.items() if lease.live(rules)),
         expected=frozenset(life for life, lease in leases.items() if lease.expected(rules)),
-        newest=tuple(sorted((life.node, life.incarnation) for life in leases)),
+        newest=tuple(sorted(newest.items())),
     )

@@ -133,6 +133,7 @@ class Incarnation(msgspec.Struct, frozen=True):
     round: int  # The newest that was seen to have a record before this life, -1 for none.
     position: int  # The furthest of any contribution of earlier incarnations seen by then.
     write_id: str
+    ended_by: str = ""  # The life of another node that ended the one before and created this.
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -141,6 +142,25 @@ class Claim(msgspec.Struct, frozen=True):
     node: str
     incarnation: int
     because: str
+
+
+class WorkClaim(msgspec.Struct, frozen=True):
+    """A node has taken a unit of work."""
+
+    node: str
+    incarnation: int
+    units: int  # In the pool, as this node knows it.
+    begin: int  # Batches of the unit that were behind it when it was taken.
+    round: int  # The newest whose record the node had read.
+    write_id: str
+
+
+class WorkMark(msgspec.Struct, frozen=True):
+    """A unit was given back, or is complete."""
+
+    node: str
+    incarnation: int
+    batches: int  # That are behind it, from the unit's start.
 
 
 class Participant(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ RULES = Rules(sync_every=8, fragments=2, in_flight=2, beat_seconds=2.0, lease_se
 BUILD = Build("cpu", "cpu", "0", "m", 1)
 POLL = 0.5
 SMALL = (fx.Poll, fx.Beat, fx.ReadRecord, fx.WriteRecord, fx.MakeClaim, fx.ReadClaim)
-BULK = (fx.Upload, fx.Examine, fx.Merge, fx.Deliver, fx.ReadManifest)
+BULK = (fx.Upload, fx.Examine, fx.Merge, fx.Deliver, fx.ReadPlace)
 
 
 def start(*, closer: str = "a", **rules) -> MemberState:
@@ -124,8 +124,8 @@ def dead(effect: fx.Effect, now: float) -> fx.Event | None:
             return fx.Uploaded(now, key, False)
         case fx.Deliver(record):
             return fx.Delivered(now, record.round, False)
-        case fx.ReadManifest():
-            return fx.ManifestRead(now, None)
+        case fx.ReadPlace():
+            return fx.PlaceRead(now, None)
     return None
 
 
@@ -359,8 +359,8 @@ def test_a_node_whose_beats_are_gone_looks_at_the_manifest(found, stops):
                 return fx.Beaten(now, True)
             case fx.Poll():
                 return fx.Listed(now, (beat("b", 1 + int(now)),))
-            case fx.ReadManifest():
-                return fx.ManifestRead(now, found)
+            case fx.ReadPlace():
+                return fx.PlaceRead(now, found)
         return None
 
     world = World(start(), answer)
@@ -381,8 +381,8 @@ def test_a_replaced_run_is_noticed_although_the_own_beat_is_there():
                 return fx.Beaten(now, True)
             case fx.Poll():
                 return fx.Listed(now, (beat("a", 1 + int(now)),))
-            case fx.ReadManifest():
-                return fx.ManifestRead(now, "another")
+            case fx.ReadPlace():
+                return fx.PlaceRead(now, "another")
         return None
 
     world = World(start(), answer)
@@ -428,8 +428,8 @@ def test_a_node_without_an_answer_about_the_manifest_goes_on():
     world = World(
         start(),
         lambda effect, now: (
-            fx.ManifestRead(now, None)
-            if isinstance(effect, fx.ReadManifest)
+            fx.PlaceRead(now, None)
+            if isinstance(effect, fx.ReadPlace)
             else fx.Listed(now, ())
             if isinstance(effect, fx.Poll)
             else fx.Beaten(now, True)
@@ -439,7 +439,7 @@ def test_a_node_without_an_answer_about_the_manifest_goes_on():
     )
     world.run(10.0)
     assert not world.stopped
-    assert 2 <= len(world.times(fx.ReadManifest)) <= 10 / POLL
+    assert 2 <= len(world.times(fx.ReadPlace)) <= 10 / POLL
 
 
 def test_every_event_has_an_answer_in_a_fresh_state():
@@ -457,7 +457,7 @@ def test_every_event_has_an_answer_in_a_fresh_state():
         fx.Uploaded(0.0, key, True),
         fx.Progress(0.0, "training", 1, 0),
         fx.Saved(0.0, None),
-        fx.ManifestRead(0.0, None),
+        fx.PlaceRead(0.0, None),
     ):
         state, _ = member.step(start(), event)
         assert not state.stopped

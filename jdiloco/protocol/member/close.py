@@ -12,7 +12,7 @@ from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Closing, Phase, Report
 from jdiloco.protocol.keys import ClaimKey, write_id
 from jdiloco.protocol.member.follow import take_record, write
-from jdiloco.protocol.member.state import MemberState, Turn, Waits, mix
+from jdiloco.protocol.member.state import MemberState, Turn, Waits, has_ended, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
 from jdiloco.protocol.rules import Life
 
@@ -232,7 +232,7 @@ def _take_over(turn: Turn) -> None:
 def _why_take_over(turn: Turn) -> str:
     state = turn.state
     closing = state.closing
-    if _has_ended(state, closing.closer):
+    if has_ended(state, closing.closer):
         return "its lease has ended"
     if not closings.seems_closable(closing, state.rules, state.verdict):
         turn.set(waits=replace(state.waits, seemed_closable=None))
@@ -244,12 +244,6 @@ def _why_take_over(turn: Turn) -> str:
     usual = max(3 * (state.chain.timing.commit or 0.0), TAKEOVER_POLLS * state.poll_seconds)
     patience = usual * 2 ** min(closing.claims, MOST_DOUBLINGS) + grace(state)
     return "the round is overdue" if turn.now >= since + patience else ""
-
-
-def _has_ended(state: MemberState, life: Life) -> bool:
-    """Whether a lease has ended; that of a life no listing was asked about yet has not."""
-    looked_at = life in state.leases or state.verdict.newer(life) is not None
-    return looked_at and life not in state.verdict.live
 
 
 def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:

@@ -158,6 +158,8 @@ def on_contributed(turn: Turn, event: fx.Contributed) -> None:
 def send(turn: Turn) -> None:
     """Uploads in the order of the rounds, one at a time."""
     sending = turn.state.sending
+    if turn.state.unsure:  # Others may have ended this life, and gone on with its work.
+        return
     if any(item.sent and not item.landed for item in sending):
         return
     for index, item in enumerate(sending):
@@ -214,7 +216,12 @@ def _sweep(turn: Turn, *, own: bool) -> None:
         state.shelf, state.keys, state.rules, round=round, heads=state.chain.heads
     )
     shelf, beats = sweep.stale_beats(
-        shelf, state.beats, state.verdict, state.rules, state.keys, round=round
+        shelf,
+        state.beats,
+        state.verdict,
+        state.rules,
+        state.keys,
+        round=max(round, state.records_to),
     )
     turn.set(shelf=shelf)
     if not own:

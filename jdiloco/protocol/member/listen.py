@@ -51,7 +51,7 @@ def on_beaten(turn: Turn, event: fx.Beaten) -> None:
 def on_progress(turn: Turn, event: fx.Progress) -> None:
     """A new phase is told at once when others would wait for this node, else with the next beat."""
     state = turn.state
-    urgent = event.phase != state.phase and event.phase in ("finished", "left")
+    urgent = event.phase != state.phase and event.phase in ("resting", "finished", "left")
     started = state.phase == "joining"
     turn.set(phase=event.phase, train_step=event.step, next_round=event.next_round)
     if urgent or started:
@@ -73,7 +73,7 @@ def on_listed(turn: Turn, event: fx.Listed) -> None:
         state.leases,
         beats,
         min(elapsed, 2 * state.poll_seconds),
-        named=(state.closing.closer,),
+        named=(state.closing.closer, *state.watched),
     )
     turn.set(
         listed=turn.now,
@@ -81,7 +81,7 @@ def on_listed(turn: Turn, event: fx.Listed) -> None:
         contributions=contributions,
         records_to=max([state.records_to, *records]),
         leases=leases,
-        verdict=lease.judge(leases, state.rules),
+        verdict=lease.judge(leases, state.rules, before=state.verdict),
         closing=closings.reported(state.closing, contributions),
     )
     _see_own_life(turn)
@@ -90,20 +90,42 @@ def on_listed(turn: Turn, event: fx.Listed) -> None:
     _recover(turn)
 
 
+def on_watched(turn: Turn, event: fx.Watched) -> None:
+    turn.set(watched=event.lives)
+
+
 def _see_own_life(turn: Turn) -> None:
     state = turn.state
     newer = state.verdict.newer(state.me)
     if newer is not None:
-        turn.stop(
-            NodeSuperseded(
-                f"Node {state.me.node!r} was started again as incarnation {newer}; "
-                f"this is incarnation {state.me.incarnation} and stops. Give each node its own id."
-            ),
-        )
-    doubtful = state.lost or (state.beaten and not _is_shown(state))
-    if (doubtful or turn.now >= state.next_check) and not state.checking:
+        _stop_superseded(turn, newer)
+    unsure = state.unsure or _may_have_been_ended(state)
+    turn.set(unsure=unsure)
+    if (state.lost or unsure or turn.now >= state.next_check) and not state.checking:
         turn.set(checking=True, next_check=turn.now + CHECK_LEASES * state.rules.lease_seconds)
-        turn.add(fx.ReadManifest())
+        turn.add(fx.ReadPlace())
+
+
+def _may_have_been_ended(state: MemberState) -> bool:
+    """Whether beats of a newer life may have come and been swept without being seen from here.
+
+    They stay for more rounds than this node can have in flight, so either it has seen them, or more
+    rounds than that were committed since it last looked; a pause shows by that and not by a clock.
+    """
+    unread = state.records_to - state.chain.read
+    return (state.beaten and not _is_shown(state)) or unread > state.rules.in_flight
+
+
+def _stop_superseded(turn: Turn, newer: int) -> None:
+    me = turn.state.me
+    turn.stop(
+        NodeSuperseded(
+            f"There is an incarnation {newer} of node {me.node!r}; this is incarnation "
+            f"{me.incarnation} and stops. Either the node was started again, or this process was "
+            "silent for longer than its lease and another node has taken over its work. Give each "
+            "node its own id."
+        ),
+    )
 
 
 def _is_shown(state: MemberState) -> bool:
@@ -111,12 +133,15 @@ def _is_shown(state: MemberState) -> bool:
     return any(Life(beat.node, beat.incarnation) == state.me for beat in state.beats)
 
 
-def on_manifest_read(turn: Turn, event: fx.ManifestRead) -> None:
+def on_place_read(turn: Turn, event: fx.PlaceRead) -> None:
     turn.set(checking=False)
     run = turn.state.chain.run
-    if event.run is None:
+    if event.superseded:
+        _stop_superseded(turn, turn.state.me.incarnation + 1)
+    elif event.run is None:
         turn.degrade("the manifest could not be read")
     elif event.run == run:
+        turn.set(unsure=False)
         if not _is_shown(turn.state):
             turn.set(next_beat=turn.now)
         turn.set(lost=False)

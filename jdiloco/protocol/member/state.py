@@ -77,7 +77,9 @@ class MemberState:
     saving: bool = False
     save_number: int = 0
     checking: bool = False
-    next_check: float = 0.0  # Of the manifest.
+    next_check: float = 0.0  # Of the manifest and of this node's incarnations.
+    unsure: bool = False  # This life may have been ended; nothing is published until it is known.
+    watched: tuple[Life, ...] = ()  # Whose leases matter though they may not have been seen.
     lost: bool = False  # The mailbox holds no manifest.
     # What this node does.
     phase: str = "joining"
@@ -135,6 +137,12 @@ def start(
         next_check=now + CHECK_LEASES * rules.lease_seconds,
         shelf=replace(shelf, checkpoints=(chain.checkpoint,)),
     )
+
+
+def has_ended(state: MemberState, life: Life) -> bool:
+    """Whether a lease has ended; that of a life no listing was asked about yet has not."""
+    looked_at = life in state.leases or state.verdict.newer(life) is not None
+    return looked_at and life not in state.verdict.live
 
 
 class Turn:

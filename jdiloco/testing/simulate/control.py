@@ -12,9 +12,10 @@ from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
-from jdiloco.protocol.joining import Birth
+from jdiloco.protocol.joining import Birth, Look
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
-from jdiloco.protocol.records import Build, Manifest, RoundRecord, unseal
+from jdiloco.protocol.records import Build, ContributionHead, Manifest, RoundRecord, unseal
+from jdiloco.protocol.work import View, view
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate.closer import (
     Asking,
@@ -46,7 +47,8 @@ class Control:
         chain: Chain,
         write: Callable[[Entry], None],
     ) -> None:
-        self.to_learner = Slot()  # (record, value or None), a round to follow, or an error.
+        self.to_learner = Slot()  # See ToLearner.
+        self.landed: Callable[[ContributionHead], None] = lambda head: None
         self.progress: tuple[str, int, int] = ("joining", 0, chain.round)
         self._told = self.progress
         self._process = process
@@ -83,6 +85,11 @@ class Control:
     def contribute(self, delta: Delta) -> None:
         self._contributions[delta.head.round] = delta
         self._answer(lambda now: fx.Contributed(now, delta.head))
+
+    def look(self, request: Look) -> View:
+        """What the member says of some lives."""
+        self._answer(lambda now: fx.Watched(now, request.lives))
+        return view(self.state, request.lives)
 
     def emit(self, event: Any) -> None:
         self._write(Happened(self._process.world.now, self._process.name, event))
@@ -216,13 +223,17 @@ class Control:
 
         self._small.submit(job())
 
-    def _read_manifest(self, effect: fx.ReadManifest) -> None:
+    def _read_place(self, effect: fx.ReadPlace) -> None:
         del effect
+        me = self.state.me
+        successor = self.state.keys.incarnation(me.node, me.incarnation + 1)
 
         def job() -> Asking:
             ok, data = yield from self._try_get(MANIFEST)
+            asked, newer = yield from self._try_get(successor)
             run = unseal(MANIFEST, data, Manifest).run if data else ""
-            self._answer(lambda now: fx.ManifestRead(now, run if ok else None))
+            found = run if ok and asked else None
+            self._answer(lambda now: fx.PlaceRead(now, found, newer is not None))
 
         self._small.submit(job())
 
@@ -235,6 +246,7 @@ class Control:
         def job() -> Asking:
             try:
                 yield from create_owned(self._mailbox, key, seal(key, delta))
+                self.landed(delta.head)
                 ok = True
             except (StoreUnavailable, FormatError):
                 ok = False
@@ -366,7 +378,8 @@ class Control:
         self.to_learner.put(effect.error)
 
 
-ToLearner = tuple[RoundRecord, Values | None] | int | Exception
+ToLearner = tuple[RoundRecord, Values | None] | int | Exception | None
+"""A record and its value; a round to follow; an error; or news of shared work."""
 
 _PERFORM: dict[type, Callable[[Control, Any], None]] = {
     fx.Poll: Control._poll,
@@ -375,7 +388,7 @@ _PERFORM: dict[type, Callable[[Control, Any], None]] = {
     fx.WriteRecord: Control._write_record,
     fx.MakeClaim: Control._make_claim,
     fx.ReadClaim: Control._read_claim,
-    fx.ReadManifest: Control._read_manifest,
+    fx.ReadPlace: Control._read_place,
     fx.Upload: Control._upload_one,
     fx.Forget: Control._forget,
     fx.Examine: Control._examine,
