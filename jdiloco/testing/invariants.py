@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from jdiloco import events
-from jdiloco.protocol.keys import MANIFEST, BeatKey, ContributionKey, Keys, RecordKey
+from jdiloco.protocol.keys import MANIFEST, BeatKey, ContributionKey, Keys, Pool, RecordKey, UnitKey
 from jdiloco.protocol.records import (
     DROPS,
     REJECTIONS,
@@ -496,6 +496,60 @@ def l3_training_is_never_blocked_nor_ended_by_the_store(facts: Facts) -> Violati
             yield f"{event.node} waited for round {event.round}"
 
 
+def w1_every_row_is_trained_once(facts: Facts) -> Violations:
+    """W1: without a death, a pause or a restart no row of shared work is trained twice."""
+    fates = {entry.kind for entry in facts.history.of(Fate)}
+    starts = [entry.who for entry in facts.history.of(Fate) if entry.kind == "started"]
+    if fates & {"killed", "paused"} or len(set(starts)) > len(facts.history.scenario.nodes):
+        return
+    trained: list[Span] = []
+    for worked in facts.history.of(Worked):
+        for span in worked.rows:
+            if any(map(span.overlaps, trained)):
+                yield f"{worked.who} trained rows a second time: {span}"
+            trained.append(span)
+
+
+def w2_shared_work_is_completed(facts: Facts) -> Violations:
+    """W2: once a node of a queue has ended by itself, every unit is complete, and a contribution
+    covers its last batch."""
+    scenario = facts.history.scenario
+    ended = {entry.who for entry in facts.history.of(Fate) if entry.detail == "finished"}
+    sharers = {plan.node for plan in scenario.nodes if plan.work == "queue"}
+    if not any(who.partition("#")[0].rstrip("b") in sharers for who in ended):
+        return
+    pool = Pool.queue("work", len(scenario.units))
+    marks = _marks(facts, pool)
+    covered = _covered(facts)
+    for unit, size in enumerate(scenario.units):
+        name = pool.unit(unit)
+        if marks.get(unit) != "done":
+            yield f"{name} is not complete: {marks.get(unit)!r}"
+        elif covered[name] != size:
+            yield f"{name} has {size} batches and counts as complete after {covered[name]}"
+
+
+def _marks(facts: Facts, pool: Pool) -> dict[int, str]:
+    """The mark of the highest claim on each unit."""
+    found: dict[int, UnitKey] = {}
+    for name in facts.puts:
+        key = facts.keys.parse_unit(pool, name)
+        if key is not None:
+            found[key.unit] = max(found.get(key.unit, key), key)
+    return {unit: key.mark for unit, key in found.items()}
+
+
+def _covered(facts: Facts) -> collections.Counter[str]:
+    """How far any contribution covers each unit."""
+    found: collections.Counter[str] = collections.Counter()
+    for name, put in facts.puts.items():
+        key = facts.keys.parse(name) if name.startswith(facts.keys.log) else None
+        if isinstance(key, ContributionKey):
+            for item in unseal(name, put.data, Delta).head.work:
+                found[item.unit] = max(found[item.unit], item.batches)
+    return found
+
+
 PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "S1": s1_one_record_per_round_in_one_chain,
     "S2": s2_newest_versions_are_complete,
@@ -504,6 +558,8 @@ PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "S5": s5_nodes_act_on_committed_records_alone,
     "S7": s7_every_ledger_adds_up,
     "S8": s8_bad_contributions_are_rejected,
+    "W1": w1_every_row_is_trained_once,
+    "W2": w2_shared_work_is_completed,
     "L1": l1_every_round_gets_a_record,
     "L2": l2_only_silence_ends_a_lease,
     "L3": l3_training_is_never_blocked_nor_ended_by_the_store,

@@ -8,6 +8,7 @@ from jdiloco import events
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.records import RoundRecord
 from jdiloco.testing.simulate.scenario import Scenario
+from jdiloco.testing.simulate.values import Span
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Worked(Entry):
     seconds: float  # Since its first step began.
     asleep: float  # Of these, paused, hanging, or waiting because of `overlap_steps`.
     step_seconds: float
+    rows: tuple[Span, ...]
 
     @property
     def what(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jdiloco import events
 from jdiloco.errors import JDilocoError
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol.desk import Piece
 from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
@@ -16,6 +17,7 @@ from jdiloco.testing.simulate.control import Control, ToLearner
 from jdiloco.testing.simulate.history import Entry, Held, Snapped, Worked
 from jdiloco.testing.simulate.scenario import Plan, Scenario
 from jdiloco.testing.simulate.values import Delta, Row, Values, spans
+from jdiloco.testing.simulate.work import Shared
 from jdiloco.testing.simulate.world import Process, Sleep, Take
 
 NEVER = 2**62
@@ -36,6 +38,7 @@ class Learner:
         birth: Birth,
         held: list[Values],
         rounds: list[int],
+        shared: Shared | None,
         write: Callable[[Entry], None],
     ) -> None:
         self._process = process
@@ -44,6 +47,8 @@ class Learner:
         self._plan = plan
         self._run = run
         self._write = write
+        self._shared = shared
+        control.landed = self._landed
         self._anchors = held
         self._rows: list[Row] = []  # One for each step of this life.
         self._first = [0] * len(held)  # Steps up to here are not in the parameters any more.
@@ -81,18 +86,73 @@ class Learner:
         self._tell("training")
         self._control.wake()
         began = self._process.now
-        hangs = dict(plan.hangs)
-        for step in range(plan.steps):
-            took = yield Sleep(plan.step_seconds)
-            hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
-            self._asleep += took - plan.step_seconds + hung
-            self._rows.append((plan.node, self.state.began + step))
-            if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
-                self._finite = [False] * len(self._finite)
-            yield from self._step()
+        if self._shared is not None:
+            yield from self._train_units(self._shared)
+        else:
+            for step in range(plan.steps):
+                yield from self._train_row((plan.node, self.state.began + step))
         seconds = self._process.now - began
-        account = (plan.steps, seconds, self._asleep, plan.step_seconds)
-        self._write(Worked(world.now, self._process.name, *account))
+        account = (len(self._rows), seconds, self._asleep, plan.step_seconds)
+        rows = spans(self._rows)
+        self._write(Worked(world.now, self._process.name, *account, rows))
+
+    def _train_row(self, row: Row, piece: Piece | None = None) -> Asking:
+        plan, step = self._plan, len(self._rows)
+        took = yield Sleep(plan.step_seconds)
+        hangs = dict(plan.hangs)
+        hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
+        self._asleep += took - plan.step_seconds + hung
+        self._rows.append(row)
+        if piece is not None:
+            piece.trained += 1
+        if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
+            self._finite = [False] * len(self._finite)
+        yield from self._step()
+
+    def _train_units(self, shared: Shared) -> Asking:
+        """What `Session.run` does with a queue; of ranks a node takes one and no further."""
+        desk = shared.desk
+        while True:
+            yield from self._rest(lambda: desk.ready or desk.over(stay=True), shared.go_on)
+            piece = desk.next()
+            if piece is None:
+                return
+            unit = piece.held.unit
+            size = self._scenario.batches(desk.pool, unit)
+            while piece.trained < size and not piece.recalled:
+                yield from self._train_row((desk.pool.unit(unit), piece.trained), piece)
+            piece.ended = not piece.recalled and self._plan.work == "queue"
+            if self._plan.work == "rank":
+                return
+
+    def _rest(self, until: Callable[[], bool], go_on: Callable[[], None]) -> Asking:
+        """Trains nothing for a while; commits are taken, and what others must hear is published."""
+        began = self._process.now
+        told = False
+        go_on()
+        while not until():
+            if not told and self._process.now - began > self._scenario.poll_seconds:
+                told = True
+                self._tell("resting")
+                self._control.wake()
+            self._settle()
+            self._report()
+            self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
+            go_on()
+        self._asleep += self._process.now - began
+        self._plan_next()
+        self._tell("training")
+
+    def _report(self) -> None:
+        outstanding = bool(machine.outstanding(self.state))
+        if self._shared is not None and self._shared.desk.owes(outstanding=outstanding):
+            self.state, effects = machine.report(self.state)
+            self._perform(effects, {})
+
+    def _landed(self, head: ContributionHead) -> None:
+        if self._shared is not None:
+            self._shared.desk.landed(head.work)
+            self._shared.tidy()
 
     def _step(self) -> Asking:
         self._steps += 1
@@ -194,6 +254,7 @@ class Learner:
             step_seconds=self._plan.step_seconds,
             final=snapshot.final,
             empty=snapshot.empty,
+            work=self._shared.desk.cover() if self._shared is not None else (),
         )
         base = self._anchors[index].value
         stop = self.state.steps
@@ -209,6 +270,8 @@ class Learner:
         """Waits for what is in flight, and gives up after a while without a commit."""
         rules = self._scenario.rules
         patience = rules.lease_seconds + 10 * self._scenario.poll_seconds + rules.beat_seconds
+        if self._shared is not None:
+            yield from self._give_back(self._shared, patience)
         self._take(self._control.to_learner.take())
         self._settle()
         self.state, effects = machine.finish(self.state, flush=self._scenario.flush)
@@ -216,6 +279,14 @@ class Learner:
         self._heard_at = self._process.now
         while self._has_to_stay() and self._process.now < self._heard_at + patience:
             self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
+
+    def _give_back(self, shared: Shared, patience: float) -> Asking:
+        """Says of everything in hand how far it is, for others to go on; up to a limit."""
+        shared.desk.recall()
+        until = self._process.now + patience
+        yield from self._rest(
+            lambda: not shared.desk.pieces or self._process.now >= until, shared.tidy
+        )
 
     def _has_to_stay(self) -> bool:
         if not machine.done(self.state):

@@ -8,9 +8,10 @@ from typing import Any
 from jdiloco import events
 from jdiloco.errors import FormatError, JDilocoError, StoreUnavailable
 from jdiloco.protocol import joining
-from jdiloco.protocol.joining import Steps
+from jdiloco.protocol.joining import Steps, Waiting
 from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
+from jdiloco.protocol.rules import Life
 from jdiloco.testing.simulate import values
 from jdiloco.testing.simulate.closer import Asking, read_value, write_checkpoint
 from jdiloco.testing.simulate.control import Control
@@ -19,6 +20,7 @@ from jdiloco.testing.simulate.learner import Learner
 from jdiloco.testing.simulate.mailbox import Mailbox
 from jdiloco.testing.simulate.scenario import Death, Plan, Scenario
 from jdiloco.testing.simulate.values import Values
+from jdiloco.testing.simulate.work import Shared
 from jdiloco.testing.simulate.world import Process, Sleep, Slot, Take, World
 
 TRIES = 8
@@ -53,6 +55,7 @@ class Node(Process):
         self._skip = death.skip if death else 0
         self._requests = 0
         self._saved = Slot()
+        self._control: Control | None = None
 
     # What befalls it
 
@@ -141,6 +144,7 @@ class Node(Process):
             chain=chain,
             write=self._write,
         )
+        self._control = control
         if created:
             control.emit(events.RunCreated(node=life.node, run=manifest.run))
         learner = Learner(
@@ -152,11 +156,28 @@ class Node(Process):
             birth=birth,
             held=held,
             rounds=list(chain.heads),
+            shared=self._shared(control, keys, life, waiting),
             write=self._write,
         )
         yield Sleep(self.plan.compile_seconds)
         self.fate("joined", f"as {life} at round {chain.round}")
         return control, learner
+
+    def _shared(self, control: Control, keys: Keys, life: Life, waiting: Waiting) -> Shared | None:
+        """The desk of a node that works on what it claims."""
+        pool = self._scenario.pool(self.plan)
+        if pool is None:
+            return None
+        return Shared(
+            self,
+            pool,
+            life,
+            keys,
+            self._scenario.rules,
+            waiting,
+            perform=self._perform,
+            wake=lambda: control.to_learner.put(None),
+        )
 
     def _describe(self, creator: joining.Creator) -> Callable[[Checkpoint], Manifest]:
         def describe(checkpoint: Checkpoint) -> Manifest:
@@ -220,6 +241,9 @@ class Node(Process):
 
     def _ask(self, request: joining.Request) -> Asking:
         match request:
+            case joining.Look():
+                assert self._control is not None
+                return self._control.look(request)
             case joining.List(prefix, after):
                 return (yield self._mailbox.list(prefix, after))
             case joining.Get(key):

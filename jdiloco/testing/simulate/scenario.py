@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import replace
 
+from jdiloco.protocol.keys import Pool
 from jdiloco.protocol.rules import Rules
 
 POLL_SECONDS = 0.5
@@ -41,6 +43,7 @@ class Plan:
     hangs: tuple[tuple[int, float], ...] = ()  # After a step its learner hangs for some seconds.
     pauses: tuple[tuple[float, float], ...] = ()  # The whole process sleeps: from, for seconds.
     deaths: tuple[Death, ...] = ()  # One per life, in order.
+    work: str = ""  # "queue" or "rank": in place of rows of its own it trains what it claims.
     again: tuple[float, ...] = ()  # Its id is started once more, whoever still runs.
 
 
@@ -69,12 +72,27 @@ class Scenario:
     nodes: tuple[Plan, ...]
     seed: int = 0
     flush: bool = False
+    units: tuple[int, ...] = ()  # The queue's, each of so many batches of a step.
+    ranks: tuple[int, ...] = ()  # The same of the fixed slices.
     poll_seconds: float = POLL_SECONDS
     latency_seconds: float = 0.02  # The mean, each way.
     timeout_seconds: float = 1.0  # After so long a request without an answer is given up.
     faults: Faults = NO_FAULTS
     outages: tuple[tuple[float, float], ...] = ()  # The store does not answer: from, to.
     horizon: float = 600.0  # When the simulation is cut off.
+
+    def pool(self, plan: Plan) -> Pool | None:
+        """What a node claims from; None for one that trains on rows of its own."""
+        match plan.work:
+            case "queue":
+                return Pool.queue("work", len(self.units))
+            case "rank":
+                return Pool.ranks(len(self.ranks))
+        return None
+
+    def batches(self, pool: Pool, unit: int) -> int:
+        """How long a unit is."""
+        return (self.ranks if pool.name.startswith("rank/") else self.units)[unit]
 
 
 def scenario(*nodes: Plan, **settings) -> Scenario:
@@ -112,8 +130,11 @@ def draw(seed: int) -> Scenario:
         "checkpoint_every": rng.choice((1, 2, 4)),
     }
     odds = rng.choice((0.0, 0.02, 0.06))
+    plans = tuple(_draw_node(rng, index, calm) for index in range(count))
+    plans, units = _draw_work(random.Random(f"work {seed}"), plans)
     return scenario(
-        *(_draw_node(rng, index, calm) for index in range(count)),
+        *plans,
+        units=units,
         **settings,
         seed=seed,
         flush=rng.random() < 0.5,
@@ -122,6 +143,20 @@ def draw(seed: int) -> Scenario:
         latency_seconds=rng.choice((0.01, 0.03, 0.1)),
         horizon=400.0,
     )
+
+
+def _draw_work(
+    rng: random.Random, plans: tuple[Plan, ...]
+) -> tuple[tuple[Plan, ...], tuple[int, ...]]:
+    """In a third of the runs the nodes, or all but one, work on a shared queue."""
+    if rng.random() > 1 / 3:
+        return plans, ()
+    own = rng.choice((None, None, len(plans) - 1)) if len(plans) > 1 else None
+    sharing = [replace(p, work="queue") if i != own else p for i, p in enumerate(plans)]
+    trained = sum(plan.steps for plan in sharing if plan.work)
+    size = rng.choice((1, 4, 10, 25))
+    sizes = [rng.choice((size, size, max(1, size // 2))) for _ in range(trained // size // 2)]
+    return tuple(sharing), tuple(sizes)
 
 
 def _draw_node(rng: random.Random, index: int, calm: float) -> Plan:
