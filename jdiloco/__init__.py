@@ -1,6 +1,7 @@
 """DiLoCo for JAX: train one model on machines that barely talk to each other.
 
     Session, load             a node's place in a run; the newest committed model without joining
+    SharedQueue, Barrier      work that nodes divide among themselves, and where they wait for it
     DiLoCo                    the settings of a run
     rda, weighted_mean        how the deltas of a round become one
     overwrite, blend, carry, adaptive              what a commit does to the steps trained since
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
     from jdiloco.callbacks import JsonLines, log_events
     from jdiloco.protocol.alignment import adaptive, blend, carry, overwrite
     from jdiloco.runtime.algorithm import DiLoCo
+    from jdiloco.runtime.queues import Barrier, SharedQueue
     from jdiloco.session import Session, load
 
 _HOMES = {
+    "Barrier": "jdiloco.runtime.queues",
     "DiLoCo": "jdiloco.runtime.algorithm",
     "JsonLines": "jdiloco.callbacks",
     "Session": "jdiloco.session",
+    "SharedQueue": "jdiloco.runtime.queues",
     "adaptive": "jdiloco.protocol.alignment",
     "blend": "jdiloco.protocol.alignment",
     "by_bytes": "jdiloco.algo.partition",
@@ -56,9 +60,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Barrier",
     "DiLoCo",
     "JsonLines",
     "Session",
+    "SharedQueue",
     "adaptive",
     "blend",
     "by_bytes",

@@ -11,6 +11,7 @@ JDilocoError
 |- NodeIdInUse            another living node has this id: choose another
 |- NodeSuperseded         a newer incarnation of this node exists: stop
 |- RunReplaced            the mailbox now holds another run: stop
+|- BarrierTimeout         (also a TimeoutError) too few nodes came to a barrier in time
 `- ClosingFailed          this node can no longer close rounds or reach its mailbox: restart it
 """
 
@@ -57,6 +58,10 @@ class NodeSuperseded(JDilocoError):
 
 class RunReplaced(JDilocoError):
     """The mailbox holds another run than the one that was joined."""
+
+
+class BarrierTimeout(JDilocoError, TimeoutError):
+    """Too few nodes came to a barrier in time. Names those that came."""
 
 
 class ClosingFailed(JDilocoError):

@@ -108,6 +108,19 @@ class Waiting(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Resting(Event):
+    """The node trains nothing for a while; rounds do not wait for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitTaken(Event):
+    """The node begins a unit of shared work, after the batches that are behind it."""
+
+    unit: str
+    begin: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TookOver(Event):
     """This node claims the closing of a round from the node that was named for it."""
 

@@ -30,14 +30,20 @@ from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
+from jdiloco.runtime.queues import Barrier, SharedQueue
 from jdiloco.runtime.schema import Schema
-from jdiloco.store import FolderStore, open_store, small_requests
+from jdiloco.runtime.work import Work
+from jdiloco.store import FolderStore, open_store
 from jdiloco.store.base import Store
 
 LEAVE_SECONDS = 2.0
 """How long a node that is told to stop tries to say that it leaves."""
 
 Callback = Callable[[events.Event], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _StopRequested(BaseException):
@@ -71,6 +77,9 @@ class Session:
       mailbox: a folder or URL that every node of the run can reach, or a `Store`.
       node_id: 1 to 40 of `a-z0-9-`, unique among living nodes. None makes one up from the host's
         name.
+      ranks: gives the node one of so many fixed slices of the data, `session.rank`, that no other
+        living node has. With all of them taken it waits when it enters until one is free, and goes
+        on with that at `session.position`.
       poll_interval: seconds between two looks at the mailbox. Costs one listing each; a quarter of
         the beat interval or less.
       callbacks: functions of one event (`jdiloco.events`), called from any thread.
@@ -88,12 +97,15 @@ class Session:
         mailbox: str | os.PathLike[str] | Store,
         *,
         node_id: str | None = None,
+        ranks: int | None = None,
         poll_interval: float = 1.0,
         callbacks: Iterable[Callback] = (log_events,),
         leave_with_run: bool = False,
         clock: Clock | None = None,
     ) -> None:
         _check_arguments(algorithm, mailbox, callbacks)
+        if ranks is not None and not ranks >= 1:
+            raise UsageError(f"`ranks` counts slices of the data: 1 or more, not {ranks!r}.")
         if not poll_interval > 0:
             raise UsageError(f"`poll_interval` must be above 0 seconds, got {poll_interval!r}.")
         if poll_interval * 4 > algorithm.beat_seconds:
@@ -120,6 +132,9 @@ class Session:
         self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
         self._node: Node | None = None
         self._learner: Learner | None = None
+        self._work: Work | None = None
+        self._ranks = ranks
+        self._rank: int | None = None
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
@@ -165,6 +180,8 @@ class Session:
     def _finish(self) -> None:
         """Waits for what is in flight; a signal cuts it short."""
         with contextlib.suppress(_StopRequested):
+            if self._work is not None:
+                self._params = self._work.give_back(self._params, self._patience)
             self._params = self._live().finish(
                 self._params,
                 flush=self.algorithm.flush_on_close,
@@ -183,6 +200,8 @@ class Session:
         assert self._learner is not None
         assert self._node is not None
         hurry = because != "finished"
+        if self._work is not None:
+            self._work.close(LEAVE_SECONDS)
         try:
             if self._in_place and because != "failed":
                 self._learner.committed(self._params)
@@ -194,6 +213,8 @@ class Session:
     def _abandon(self) -> None:
         """Joining failed."""
         self._learner = None
+        if self._work is not None:
+            self._work.close(LEAVE_SECONDS)
         if self._node is not None:
             self._node.leave(LEAVE_SECONDS, hurry=True)
 
@@ -209,7 +230,6 @@ class Session:
             scratch=scratch,
             initial=lambda: initial_state(self._schema, self._initial_values()),
             check_stop=self._check_stop,
-            small=small_requests(store, self.algorithm.rules().small_seconds),
         )
         with contextlib.closing(performer):
             self._join_run(store, performer, scratch)
@@ -251,6 +271,11 @@ class Session:
                 node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
             )
         )
+        self._work = Work(
+            self._node, self._learner, self._clock, self._waiting(), self._clock.fresh()
+        )
+        if self._ranks is not None:
+            self._params, self._rank = self._work.take_rank(self._params, self._ranks)
 
     def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
         creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
@@ -316,8 +341,17 @@ class Session:
 
             for batch in itertools.islice(batches, session.position, None):
                 params = session.step(train_step(params, batch), samples=len(batch))
+
+        With `ranks` it counts the batches of the slice, whoever trained on them.
         """
+        if self._rank is not None:
+            return self._work_of().position
         return self._live().position
+
+    @property
+    def rank(self) -> int | None:
+        """Which of the `ranks` fixed slices is this node's, from 0; None without `ranks`."""
+        return self._rank
 
     @property
     def params(self) -> Any:
@@ -343,6 +377,7 @@ class Session:
         if self._in_place:
             self._refuse_params(params)
             self._check_stop()
+            self._work_of().count(count)
             learner.step(None, samples=rows, steps=count)
             return None
         if self._left:
@@ -356,6 +391,7 @@ class Session:
             raise UsageError("Pass the parameters: `params = session.step(params, samples=n)`.")
         before, self._params = self._params, params
         self._check_stop()
+        self._work_of().count(count)
         try:
             self._params = learner.step(params, samples=rows, steps=count)
         except UsageError:
@@ -371,21 +407,76 @@ class Session:
                 "with that state."
             )
 
-    def run(self, step: Callable[[Any, Any], Any], data: Iterable[Any]) -> Any:
+    def run(self, step: Callable[[Any, Any], Any], data: Iterable[Any] | SharedQueue) -> Any:
         """Calls `step` for each item of `data` and does the session's part after each.
 
         `step(params, item)` returns the parameters and the samples it trained on; for a module
         `step(module, item)` returns the samples alone. Ends with the data or with a signal. What
         `step` or `data` raise ends the block and goes on to the caller.
+
+        `data` is any iterable, or a `SharedQueue`, whose units the nodes of the run divide among
+        themselves: then it ends once every unit is complete.
         """
         self._params = self.params
+        if isinstance(data, SharedQueue):
+            self._run_queue(step, data)
+            return self._params
         for item in data:
-            if self._in_place:
-                self.step(samples=step(self._params, item))
-            else:
-                params, samples = step(self._params, item)
-                self.step(params, samples=samples)
+            self._train(step, item)
         return self._params
+
+    def _train(
+        self, step: Callable[[Any, Any], Any], item: Any, trained: Callable[[], None] = _nothing
+    ) -> None:
+        """One step. `trained` is called once it is, before a contribution can cover it."""
+        if self._in_place:
+            samples = step(self._params, item)
+            trained()
+            self.step(samples=samples)
+        else:
+            params, samples = step(self._params, item)
+            trained()
+            self.step(params, samples=samples)
+
+    def _run_queue(self, step: Callable[[Any, Any], Any], queue: SharedQueue) -> None:
+        work = self._work_of()
+        counter = work.counter(queue.pool)
+        try:
+            while True:
+                self._params, piece = work.next(self._params, counter, stay=queue.stay)
+                if piece is None:
+                    return
+                for item in queue.after(piece.held.unit, piece.trained):
+                    self._train(step, item, piece.train)
+                    if piece.recalled:
+                        break
+                else:
+                    counter.end(piece)
+        except BaseException:
+            counter.recall()  # Others go on with it, once what was trained has been published.
+            raise
+
+    def wait_at(self, barrier: Barrier, params: Any = None) -> Any:
+        """Waits until enough nodes have come to `barrier`, and returns the parameters.
+
+        Commits are taken up meanwhile, so what it returns may be newer than what it was given, as
+        with `step`. A module is updated in place: `session.wait_at(barrier)`. Raises
+        BarrierTimeout.
+        """
+        work = self._work_of()
+        if self._in_place:
+            self._refuse_params(params)
+        elif params is None:
+            raise UsageError("Pass the parameters: `params = session.wait_at(barrier, params)`.")
+        else:
+            self._params = params
+        self._params = work.wait_at(self._params, barrier)
+        return None if self._in_place else self._params
+
+    def _work_of(self) -> Work:
+        self._live()
+        assert self._work is not None
+        return self._work
 
     def _live(self) -> Learner:
         if self._learner is None:

@@ -26,7 +26,7 @@ from jdiloco.protocol import learner as machine
 from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
 from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
-from jdiloco.protocol.records import ContributionHead
+from jdiloco.protocol.records import ContributionHead, Covered
 from jdiloco.runtime import alignment
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
@@ -54,6 +54,7 @@ class Learner:
         check_stop: Callable[[], None],
     ) -> None:
         place = node.place
+        self.cover: Callable[[], tuple[Covered, ...]] = tuple  # Shared work in hand.
         self._node = node
         self._holder = holder
         self._clock = clock
@@ -240,6 +241,46 @@ class Learner:
         self._paced_at = self._clock.now()
         return params
 
+    def rest(
+        self,
+        params: Any,
+        *,
+        until: Callable[[], bool],
+        go_on: Callable[[], None],
+        owes: Callable[[bool], bool],
+        quiet: float,
+    ) -> Any:
+        """Trains nothing until something is so; commits are taken up all the same.
+
+        After `quiet` seconds it says that it rests, and rounds do not wait for it. `go_on` is
+        called again and again; `owes` says whether a contribution is wanted, though no round is
+        due, given whether one is outstanding.
+        """
+        if self._halted is not None:
+            raise self._halted
+        began, told = self._clock.now(), False
+        go_on()
+        while not until():
+            if not told and self._clock.now() - began >= quiet:
+                told = True
+                self.emit(events.Resting(node=self._state.life.node))
+                self._tell("resting")
+                self._node.wake()
+            params = self._report(params, owes)
+            params = self._take(params, self._await())
+            go_on()
+        self._paced_at = self._clock.now()
+        self._plan()
+        self._tell("training")
+        return params
+
+    def _report(self, params: Any, owes: Callable[[bool], bool]) -> Any:
+        if not owes(bool(machine.outstanding(self._state))):
+            return params
+        self._settle_steps()
+        self._state, effects = machine.report(self._state)
+        return self._perform(params, effects, {})
+
     # Effects
 
     def _perform(self, params: Any, effects: tuple[machine.Effect, ...], values: Tensors) -> Any:
@@ -328,6 +369,7 @@ class Learner:
             step_seconds=self._step_seconds,
             final=snapshot.final,
             empty=snapshot.empty,
+            work=self.cover(),
         )
 
     def _align(self, params: Any, align: Align, values: Tensors) -> Any:

@@ -59,7 +59,7 @@ from jdiloco.runtime.payloads import Library, Tensors, read_anchor
 from jdiloco.runtime.rounds import RoundCloser
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.workers import Worker
-from jdiloco.store.base import Buffer, Store, small_requests
+from jdiloco.store.base import Buffer, Store
 from jdiloco.store.settle import create_owned
 
 logger = logging.getLogger("jdiloco")
@@ -97,7 +97,12 @@ class Halt:
     error: BaseException
 
 
-ToLearner = Commit | Followed | Halt
+@dataclasses.dataclass(frozen=True)
+class Woken:
+    """For the learner: something else that it waits for may have happened."""
+
+
+ToLearner = Commit | Followed | Halt | Woken
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +138,7 @@ class Node:
     ) -> None:
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
-        self._small = small_requests(place.store, place.algorithm.rules().small_seconds)
+        self.landed: Callable[[ContributionHead], None] = lambda head: None
         self._clock = clock
         self._callbacks = tuple(callbacks)
         self._inbox: queue.SimpleQueue[fx.Event | None] = queue.SimpleQueue()
@@ -160,7 +165,7 @@ class Node:
             self._library(),
             self._create_owned,
         )
-        self._workers = {name: Worker(name, self._halt) for name in WORKERS}
+        self._workers = {name: Worker(name, self.halt) for name in WORKERS}
         self._control = threading.Thread(target=self._run, name="jdiloco-control", daemon=True)
         self._control.start()
 
@@ -178,6 +183,14 @@ class Node:
     def wake(self) -> None:
         """Makes the control thread look at the progress now."""
         self._inbox.put(fx.Tick(self._clock.now()))
+
+    def wake_learner(self) -> None:
+        """Ends a wait of the training thread for messages."""
+        self.to_learner.put(Woken())
+
+    def watch(self, lives: tuple[Life, ...]) -> None:
+        """These lives hold work: their leases matter though they may never have been seen."""
+        self._inbox.put(fx.Watched(self._clock.now(), lives))
 
     def contribute(self, head: ContributionHead, fetch: Fetch) -> None:
         """Publishes a delta; `fetch` brings it to the host and runs on a library thread."""
@@ -220,7 +233,7 @@ class Node:
         me = state.me
         beat = BeatKey(me.node, me.incarnation, state.beat + 1, "left", step, next_round)
         with contextlib.suppress(StoreUnavailable):
-            self._small.create(state.keys.beat(beat), b"")
+            self.place.store.create(state.keys.beat(beat), b"")
 
     # The control thread
 
@@ -231,11 +244,11 @@ class Node:
             logger.exception("the control thread failed")
             failed = ClosingFailed(f"The control thread of this node ended on {error!r}.")
             failed.__cause__ = error
-            self._halt(failed)
+            self.halt(failed)
         except BaseException as error:
-            self._halt(error)
+            self.halt(error)
 
-    def _halt(self, error: BaseException) -> None:
+    def halt(self, error: BaseException) -> None:
         """Ends the training loop with `error`."""
         self.to_learner.put(Halt(error))
 
@@ -294,14 +307,14 @@ class Node:
         prefix = self._state.keys.log
 
         def request() -> fx.Event:
-            listed = self._small.list(prefix, after=effect.after)
+            listed = self.place.store.list(prefix, after=effect.after)
             return fx.Listed(self._clock.now(), tuple(entry.key for entry in listed))
 
         self._ask("small", request, lambda: fx.Listed(self._clock.now(), None))
 
     def _beat(self, effect: fx.Beat) -> None:
         def request() -> fx.Event:
-            self._small.create(effect.key, b"")
+            self.place.store.create(effect.key, b"")
             return fx.Beaten(self._clock.now(), True)
 
         self._ask("small", request, lambda: fx.Beaten(self._clock.now(), False))
@@ -310,7 +323,7 @@ class Node:
         key, round = self._state.keys.record(effect.round), effect.round
 
         def request() -> fx.Event:
-            return fx.RecordRead(self._clock.now(), round, self._small.get(key))
+            return fx.RecordRead(self._clock.now(), round, self.place.store.get(key))
 
         self._ask("small", request, lambda: fx.RecordRead(self._clock.now(), round, None, ok=False))
 
@@ -318,7 +331,7 @@ class Node:
         key, round = self._state.keys.record(effect.round), effect.round
 
         def request() -> fx.Event:
-            created = self._small.create(key, effect.data)
+            created = self.place.store.create(key, effect.data)
             return fx.RecordSent(self._clock.now(), round, created)
 
         self._ask("small", request, lambda: fx.RecordSent(self._clock.now(), round, None))
@@ -327,8 +340,8 @@ class Node:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
 
         def request() -> fx.Event:
-            created = self._small.create(key, effect.data)
-            return self._claim(effect, effect.data if created else self._small.get(key))
+            created = self.place.store.create(key, effect.data)
+            return self._claim(effect, effect.data if created else self.place.store.get(key))
 
         self._ask("small", request, lambda: self._claim(effect, None))
 
@@ -336,22 +349,25 @@ class Node:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
         self._ask(
             "small",
-            lambda: self._claim(effect, self._small.get(key)),
+            lambda: self._claim(effect, self.place.store.get(key)),
             lambda: self._claim(effect, None),
         )
 
     def _claim(self, effect: fx.MakeClaim | fx.ReadClaim, data: bytes | None) -> fx.ClaimRead:
         return fx.ClaimRead(self._clock.now(), effect.round, effect.number, data)
 
-    def _read_manifest(self, effect: fx.ReadManifest) -> None:
+    def _read_place(self, effect: fx.ReadPlace) -> None:
         del effect
+        me = self.place.life
+        successor = self._state.keys.incarnation(me.node, me.incarnation + 1)
 
         def request() -> fx.Event:
-            data = self._small.get(MANIFEST)
+            data = self.place.store.get(MANIFEST)
             run = unseal(MANIFEST, data, Manifest).run if data else ""
-            return fx.ManifestRead(self._clock.now(), run)
+            superseded = self.place.store.get(successor) is not None
+            return fx.PlaceRead(self._clock.now(), run, superseded)
 
-        self._ask("small", request, lambda: fx.ManifestRead(self._clock.now(), None))
+        self._ask("small", request, lambda: fx.PlaceRead(self._clock.now(), None))
 
     # Contributions of this node
 
@@ -361,6 +377,7 @@ class Node:
 
         def request() -> fx.Event:
             self._create_owned(key, self._contribution(key, head, fetch))
+            self.landed(head)
             self.emit(_published(head))
             return fx.Uploaded(self._clock.now(), effect.key, True)
 
@@ -530,7 +547,7 @@ _PERFORM: dict[type, Callable] = {
     fx.WriteRecord: Node._write_record,
     fx.MakeClaim: Node._make_claim,
     fx.ReadClaim: Node._read_claim,
-    fx.ReadManifest: Node._read_manifest,
+    fx.ReadPlace: Node._read_place,
     fx.Upload: Node._upload,
     fx.Forget: Node._forget,
     fx.Examine: Node._examine,
