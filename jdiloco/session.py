@@ -33,7 +33,7 @@ from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.queues import Barrier, SharedQueue
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.work import Work
-from jdiloco.store import FolderStore, open_store
+from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
 
 LEAVE_SECONDS = 2.0
@@ -230,6 +230,7 @@ class Session:
             scratch=scratch,
             initial=lambda: initial_state(self._schema, self._initial_values()),
             check_stop=self._check_stop,
+            small=small_requests(store, self.algorithm.rules().small_seconds),
         )
         with contextlib.closing(performer):
             self._join_run(store, performer, scratch)

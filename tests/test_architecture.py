@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ THIRD_PARTY = {
     "events": set(),
     "algo": {"jax", "optax", "numpy", "jaxtyping", "ml_dtypes"},
     "protocol": {"msgspec"},
-    "store": {"msgspec"},
+    "store": {"msgspec", "obstore"},
 }
 WORLD = {"time", "random", "uuid", "secrets", "threading", "socket", "queue", "subprocess", "os"}
 
@@ -77,8 +79,6 @@ def test_imports_point_inward(package):
 
 @pytest.mark.parametrize("package", sorted(THIRD_PARTY))
 def test_inner_layers_know_few_libraries(package):
-    import sys
-
     assert outsiders(package) - sys.stdlib_module_names <= THIRD_PARTY[package]
 
 
@@ -94,6 +94,18 @@ def test_only_the_store_and_orbax_modules_reach_storage():
         if any(name.startswith("orbax") for name in imported(p))
     }
     assert users == {"runtime/checkpoints.py"}
+
+
+def test_the_bucket_client_is_imported_when_a_bucket_is_opened_and_only_then():
+    """It is large, and starts threads that a fork would not survive."""
+    program = "import sys, jdiloco.store, jdiloco; sys.exit('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    users = {
+        p.relative_to(ROOT).as_posix()
+        for p in ROOT.rglob("*.py")
+        if any(name.startswith("obstore") for name in imported(p))
+    }
+    assert users == {f"store/{name}.py" for name in ("aws_files", "bucket", "clients")}
 
 
 def test_time_has_one_door():

@@ -31,6 +31,11 @@ class Rules:
         flight = self.in_flight * self.sync_every / self.fragments
         return flight if self.overlap_steps is None else min(flight, float(self.overlap_steps))
 
+    @property
+    def small_seconds(self) -> float:
+        """How long a small request may take: three in a row fit between two beats."""
+        return self.beat_seconds / 3
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Life:

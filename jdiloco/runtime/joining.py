@@ -41,7 +41,8 @@ CLOSE_SECONDS = 2.0
 class Performer:
     """Drives joining generators. `initial` makes the state of the run's first checkpoint.
 
-    `check_stop` is asked several times a second, and may raise. `close` when done.
+    `check_stop` is asked several times a second, and may raise. `small` is the same store for what
+    must not wait behind a checkpoint; None takes one store for everything. `close` when done.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Performer:
         scratch: Path,
         initial: Callable[[], RunState] | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        small: Store | None = None,
     ) -> None:
         self._store = store
+        self._small = small or store
         self._clock = clock
         self._scratch = scratch
         self._initial = initial
@@ -122,15 +125,15 @@ class Performer:
     def _perform(self, request: requests.Request) -> Any:
         match request:
             case requests.List(prefix, after):
-                return [entry.key for entry in self._store.list(prefix, after=after)]
+                return [entry.key for entry in self._small.list(prefix, after=after)]
             case requests.Get(key):
-                return self._store.get(key)
+                return self._small.get(key)
             case requests.ReadHead(key):
-                return contributions.read_head(self._store, key)
+                return contributions.read_head(self._small, key)
             case requests.Create(key, data):
-                return self._store.create(key, data)
+                return self._small.create(key, data)
             case requests.Delete(keys):
-                return self._store.delete(keys)
+                return self._small.delete(keys)
             case requests.Sleep(seconds):
                 began = self._clock.now()
                 self._sleep(seconds)

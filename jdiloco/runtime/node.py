@@ -59,7 +59,7 @@ from jdiloco.runtime.payloads import Library, Tensors, read_anchor
 from jdiloco.runtime.rounds import RoundCloser
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.workers import Worker
-from jdiloco.store.base import Buffer, Store
+from jdiloco.store.base import Buffer, Store, small_requests
 from jdiloco.store.settle import create_owned
 
 logger = logging.getLogger("jdiloco")
@@ -139,6 +139,7 @@ class Node:
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
         self.landed: Callable[[ContributionHead], None] = lambda head: None
+        self._small = small_requests(place.store, place.algorithm.rules().small_seconds)
         self._clock = clock
         self._callbacks = tuple(callbacks)
         self._inbox: queue.SimpleQueue[fx.Event | None] = queue.SimpleQueue()
@@ -233,7 +234,7 @@ class Node:
         me = state.me
         beat = BeatKey(me.node, me.incarnation, state.beat + 1, "left", step, next_round)
         with contextlib.suppress(StoreUnavailable):
-            self.place.store.create(state.keys.beat(beat), b"")
+            self._small.create(state.keys.beat(beat), b"")
 
     # The control thread
 
@@ -307,14 +308,14 @@ class Node:
         prefix = self._state.keys.log
 
         def request() -> fx.Event:
-            listed = self.place.store.list(prefix, after=effect.after)
+            listed = self._small.list(prefix, after=effect.after)
             return fx.Listed(self._clock.now(), tuple(entry.key for entry in listed))
 
         self._ask("small", request, lambda: fx.Listed(self._clock.now(), None))
 
     def _beat(self, effect: fx.Beat) -> None:
         def request() -> fx.Event:
-            self.place.store.create(effect.key, b"")
+            self._small.create(effect.key, b"")
             return fx.Beaten(self._clock.now(), True)
 
         self._ask("small", request, lambda: fx.Beaten(self._clock.now(), False))
@@ -323,7 +324,7 @@ class Node:
         key, round = self._state.keys.record(effect.round), effect.round
 
         def request() -> fx.Event:
-            return fx.RecordRead(self._clock.now(), round, self.place.store.get(key))
+            return fx.RecordRead(self._clock.now(), round, self._small.get(key))
 
         self._ask("small", request, lambda: fx.RecordRead(self._clock.now(), round, None, ok=False))
 
@@ -331,7 +332,7 @@ class Node:
         key, round = self._state.keys.record(effect.round), effect.round
 
         def request() -> fx.Event:
-            created = self.place.store.create(key, effect.data)
+            created = self._small.create(key, effect.data)
             return fx.RecordSent(self._clock.now(), round, created)
 
         self._ask("small", request, lambda: fx.RecordSent(self._clock.now(), round, None))
@@ -340,8 +341,8 @@ class Node:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
 
         def request() -> fx.Event:
-            created = self.place.store.create(key, effect.data)
-            return self._claim(effect, effect.data if created else self.place.store.get(key))
+            created = self._small.create(key, effect.data)
+            return self._claim(effect, effect.data if created else self._small.get(key))
 
         self._ask("small", request, lambda: self._claim(effect, None))
 
@@ -349,7 +350,7 @@ class Node:
         key = self._state.keys.claim(ClaimKey(effect.round, effect.number))
         self._ask(
             "small",
-            lambda: self._claim(effect, self.place.store.get(key)),
+            lambda: self._claim(effect, self._small.get(key)),
             lambda: self._claim(effect, None),
         )
 
@@ -362,9 +363,9 @@ class Node:
         successor = self._state.keys.incarnation(me.node, me.incarnation + 1)
 
         def request() -> fx.Event:
-            data = self.place.store.get(MANIFEST)
+            data = self._small.get(MANIFEST)
             run = unseal(MANIFEST, data, Manifest).run if data else ""
-            superseded = self.place.store.get(successor) is not None
+            superseded = self._small.get(successor) is not None
             return fx.PlaceRead(self._clock.now(), run, superseded)
 
         self._ask("small", request, lambda: fx.PlaceRead(self._clock.now(), None))

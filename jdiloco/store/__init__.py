@@ -24,13 +24,15 @@ Turned down
 
 Caveats
     A store that ignores the condition looks healthy until two writers meet; a session therefore
-    creates its first key twice. Listings may lag over NFS (`folder`). Whoever may write into a
+    creates its first key twice, and `jdiloco doctor` tries more. Listings may lag over NFS
+    (`folder`). Whoever may write into a
     folder or bucket can also delete there.
 
 Tested
     `tests/store`: the conformance suite for each store, with threads, processes and killed
-    writers; every combination of faults against `settle`; the folder without hard links, with
-    stale handles and in the order of its system calls.
+    writers, in buckets on real servers; every combination of faults against `settle`, every
+    doubtful answer below the bucket's client; the folder without hard links, with stale handles
+    and in the order of its system calls.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ import re
 from urllib.parse import unquote, urlsplit
 
 from jdiloco.errors import UsageError
-from jdiloco.store.base import Buffer, Entry, Store
+from jdiloco.store.address import SCHEMES
+from jdiloco.store.base import Bounded, Buffer, Entry, Store, small_requests
 from jdiloco.store.folder import FolderStore
 from jdiloco.store.memory import MemoryStore
 from jdiloco.store.settle import create_contested, create_owned
 
 __all__ = [
+    "Bounded",
     "Buffer",
     "Entry",
     "FolderStore",
@@ -54,19 +58,24 @@ __all__ = [
     "create_contested",
     "create_owned",
     "open_store",
+    "small_requests",
 ]
 
-_BUCKETS = ("s3", "gs", "az")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(.*)", re.DOTALL)
-_CHOICES = "a folder (`runs/demo`, `file:///data/demo`) or `memory://demo`"
+_CHOICES = (
+    "a folder (`runs/demo`, `file:///data/demo`), a bucket (`s3://bucket/prefix`, `gs://…`, "
+    "`az://…`) or `memory://demo`"
+)
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """The store that a path or URL names; a store is passed through.
 
-    `runs/demo` and `file:///data/demo` are folders, made by the first write; `memory://demo` is
-    one store for everybody in this process who uses that name. A relative path that begins like a
-    URL (`a:b`) is written `./a:b`.
+    `runs/demo` and `file:///data/demo` are folders, made by the first write; `s3://bucket/prefix`,
+    `gs://…` and `az://…` are in buckets (`jdiloco.store.address` has every form, and
+    `jdiloco.store.clients` where credentials come from); `memory://demo` is one store for everybody
+    in this process who uses that name. A relative path that begins like a URL (`a:b`) is written
+    `./a:b`.
     """
     if isinstance(where, Store):
         return where
@@ -80,8 +89,8 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
             return _open_folder(_path_of(text))
         case "memory":
             return MemoryStore(rest)
-        case _ if scheme in _BUCKETS:
-            raise UsageError(f"{text!r}: this version has no bucket store yet. Use {_CHOICES}.")
+        case _ if scheme in (*SCHEMES, "https"):
+            return _open_bucket(text)
     raise UsageError(f"{text!r}: there is no store for `{scheme}://`. Use {_CHOICES}.")
 
 
@@ -97,14 +106,21 @@ def _refuse_half_a_url(text: str) -> None:
             meant = f"Write `file:///{name}`, or the path alone"
         case "memory":
             meant = f"Write `memory://{name}`"
-        case _ if scheme in _BUCKETS:
-            meant = f"This version has no bucket store yet. Use {_CHOICES}"
+        case _ if scheme in SCHEMES:
+            meant = f"Write `{scheme}://{name}`"
         case _:
             meant = f"There is no store for `{scheme}:`. Use {_CHOICES}"
     raise UsageError(
         f"{text!r} begins like a URL but has no `{scheme}://`. {meant}. If it is a path, write "
         f"`./{text}` or the absolute path."
     )
+
+
+def _open_bucket(url: str) -> Store:
+    """Imported only here: the client takes time and memory that most programs need not spend."""
+    from jdiloco.store.bucket import BucketStore
+
+    return BucketStore(url)
 
 
 def _open_folder(path: str) -> FolderStore:

@@ -11,6 +11,10 @@ protocol relies on is written down as tests, in `jdiloco.testing.conformance`:
 
 A call that got no clear answer raises `StoreUnavailable`; the write may have landed. Callers
 settle such a doubt by reading back (`jdiloco.store.settle`), never by trusting the answer.
+
+Requests are of two kinds. Small ones (listings, beats, claims, records) keep a lease alive and must
+end soon; bulk ones may take as long as their size needs. A store as it was opened is for both; one
+with connections to keep apart gives a second one for the small (`Bounded`).
 """
 
 from __future__ import annotations
@@ -71,3 +75,20 @@ class Store(Protocol):
         Not all or nothing: when it raises, any of them may be gone. It can be called again.
         """
         ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A store that can say when a request has taken too long."""
+
+    def within(self, seconds: float) -> Store:
+        """The same objects, for small requests only: each ends within `seconds`.
+
+        They go over connections of their own, so that none waits behind a large one.
+        """
+        ...
+
+
+def small_requests(store: Store, seconds: float) -> Store:
+    """`store` for requests that have to end within `seconds`; itself where it cannot bound them."""
+    return store.within(seconds) if isinstance(store, Bounded) else store

@@ -45,6 +45,7 @@ from jdiloco.store.arguments import (
     nested,
 )
 from jdiloco.store.base import Buffer, Entry
+from jdiloco.store.listing import may_hold
 
 LEFTOVER_SECONDS_MAX = 24 * 3600.0
 """An unfinished file that nobody has written to for this long has lost its writer."""
@@ -257,7 +258,7 @@ class FolderStore:
         """
         for key, item in self._names(top):
             if key.endswith("/"):
-                if _may_hold(key, prefix, after):
+                if may_hold(key, prefix, after):
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 with contextlib.suppress(FileNotFoundError):  # Deleted since.
@@ -314,13 +315,6 @@ def _file_in_the_way(path: str) -> str | None:
     for missing in _missing(path)[-1:]:
         path = os.path.dirname(missing)
     return path if os.path.exists(path) and not os.path.isdir(path) else None
-
-
-def _may_hold(directory: str, prefix: str, after: str) -> bool:
-    """Whether a key that begins with `directory` can begin with `prefix` and be past `after`."""
-    if not (directory.startswith(prefix) or prefix.startswith(directory)):
-        return False
-    return after[: len(directory)] <= directory
 
 
 def _read(path: str, start: int, stop: int | None) -> bytes | None:

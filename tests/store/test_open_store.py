@@ -43,12 +43,6 @@ def test_what_a_store_calls_itself_opens_it(where, tmp_path, monkeypatch):
     store.delete(["k"])
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_buckets_are_said_to_come_later(scheme):
-    with pytest.raises(UsageError, match="no bucket store yet"):
-        open_store(f"{scheme}://bucket/prefix")
-
-
 @pytest.mark.parametrize("where", ["ftp://host/x", "S3://b", "", "memory://", "://x", "http://h"])
 def test_what_names_no_store_is_refused_with_what_there_is(where):
     with pytest.raises(UsageError, match="memory://demo"):
@@ -74,7 +68,8 @@ def test_a_file_url_without_a_path_is_refused():
         (Path("memory://x"), "Write `memory://x`"),
         ("memory:", "Write `memory://demo`"),
         ("file:/data/x", "Write `file:///data/x`"),
-        ("s3:/bucket/x", "no bucket store yet"),
+        ("s3:/bucket/x", "Write `s3://bucket/x`"),
+        ("gs:bucket/x", "Write `gs://bucket/x`"),
         ("Memory:/x", "no store for `Memory:`"),
         ("c:/data", "no store for `c:`"),
         ("odd:name", "`./odd:name`"),
