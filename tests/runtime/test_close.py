@@ -554,6 +554,22 @@ def test_a_shared_tensor_is_merged_by_all_its_names():
     np.testing.assert_allclose(-closed.anchor[spec.name], [0.8, 0.2], rtol=1e-6)
 
 
+def test_the_state_is_what_was_loaded_before_any_round():
+    """A node that has just taken over saves what it read, bfloat16 values and all."""
+    closer = closer_of({"a": (3,), "b": (2,)}, dtype={"a": "bfloat16", "b": "float32"})
+    values = {"a": np.array([1, -2, 3], BF16), "b": np.array([4, 5], np.float32)}
+    momentum = {"a": np.full(3, 6, np.float32), "b": np.full(2, 7, np.float32)}
+    master = {"a": np.array([1.001, -2, 3], np.float32)}
+    closer.load(values, momentum, master)
+    held = closer.state()
+    loaded = {"anchor": values, "momentum": momentum, "master": master}
+    assert snapshot(held) == {
+        (part, name): array.tobytes()
+        for part, arrays in loaded.items()
+        for name, array in arrays.items()
+    }
+
+
 def test_the_state_is_what_the_last_round_left():
     closer = closer_of({"w": (5,)}, dtype="bfloat16")
     closed = closer.close([closer.measure({"w": np.arange(5, dtype=np.float32)})], [1.0])

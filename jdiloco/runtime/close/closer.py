@@ -119,7 +119,7 @@ class FragmentCloser:
                 self._whole(masters, "float32"),
                 self._whole(momentum or {}, "float32"),
                 self._whole({}, "float32") if u is None else u,
-                {dtype: self._whole({}, dtype) for dtype in self._narrowed},
+                {dtype: self._whole(self._of(dtype, values), dtype) for dtype in self._narrowed},
                 max(map(_reach, masters.values()), default=0.0),
                 max(map(_reach, (momentum or {}).values()), default=0.0),
             )
@@ -129,6 +129,9 @@ class FragmentCloser:
         assert self._held is not None, "`load` comes before `state`"
         with kernels.on_host():
             return self._closed(self._held, 1.0)
+
+    def _of(self, dtype: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {s.name: tensors[s.name] for s in self._layout.specs if s.dtype == dtype}
 
     def _whole(self, tensors: Mapping[str, np.ndarray], dtype: str) -> jax.Array:
         """All tensors in one array; missing ones are zero."""
