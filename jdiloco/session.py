@@ -20,12 +20,13 @@ import numpy as np
 from jdiloco import events
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
-from jdiloco.errors import FormatError, UsageError
+from jdiloco.errors import UsageError
 from jdiloco.protocol import joining
-from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
-from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
+from jdiloco.protocol.keys import Keys, check_node_id
+from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.inspect import manifest_of, no_run
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
@@ -295,7 +296,7 @@ class Session:
 
         found = joining.find_or_create(creator, self._waiting(), describe)
         data, created = performer.run(found)
-        manifest = _read_manifest(store, data)
+        manifest = manifest_of(store, data)
         self.algorithm.check_against(manifest.algorithm)
         self._schema.check_against(manifest)
         self._schema = Schema.of_manifest(manifest)
@@ -534,16 +535,6 @@ def _check_arguments(algorithm: Any, mailbox: Any, callbacks: Any) -> None:
         )
 
 
-def _read_manifest(store: Store, data: bytes) -> Manifest:
-    try:
-        return unseal(MANIFEST, data, Manifest)
-    except FormatError as error:
-        raise FormatError(
-            f"What {store.url} holds is no run this build can read: {error} "
-            "Name another mailbox, or move what is there out of the way."
-        ) from error
-
-
 def _holder(params: Any) -> Holder:
     """NNX modules are known by their class; flax is imported only by programs that use it."""
     flax_nnx = sys.modules.get("flax.nnx")
@@ -566,8 +557,8 @@ def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
         performer = Performer(store, Clock(), scratch=Path(scratch))
         data = performer.run(joining.read_manifest())
         if data is None:
-            raise UsageError(f"There is no run in {store.url}: it holds no `{MANIFEST}`.")
-        manifest = _read_manifest(store, data)
+            raise no_run(store)
+        manifest = manifest_of(store, data)
         holder = _holder(like)
         schema = Schema(holder.specs, manifest.plan)
         schema.check_against(manifest)

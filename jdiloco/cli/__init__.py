@@ -83,6 +83,45 @@ def demo(
     raise typer.Exit(run_demo(plan, Folder(out), data=data, replace=not keep))
 
 
+Mailbox = Annotated[str, typer.Argument(help="The folder or URL that the run's nodes share.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+@app.command()
+def status(
+    mailbox: Mailbox,
+    wait: Annotated[
+        float,
+        typer.Option(
+            help="Look twice, this many seconds apart, to tell who is alive: two beats or more.",
+            min=0.0,
+        ),
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a run stands. Joins nothing and writes nothing.
+
+    Samples are means over the fragments, as of the contributions that were merged. From one look
+    nobody can say who is alive: a beat tells that its writer lived, not when; see --wait.
+    """
+    from jdiloco.cli.status import run_status
+
+    raise typer.Exit(run_status(mailbox, wait=wait, as_json=as_json))
+
+
+@app.command()
+def verify(mailbox: Mailbox, as_json: AsJson = False) -> None:
+    """Check everything that lies in a mailbox. Joins nothing and writes nothing.
+
+    Walks the chain of records, holds every object against what names it, and closes every round
+    again whose inputs are still there. The exit code is 1 if anything is wrong, and 0 if not; a
+    run may go on meanwhile.
+    """
+    from jdiloco.cli.verify import run_verify
+
+    raise typer.Exit(run_verify(mailbox, as_json=as_json))
+
+
 def main() -> None:
     """Runs the command line. What the library refuses is a sentence, not a traceback."""
     try:

@@ -125,6 +125,10 @@ _BEAT = re.compile(
     rf"\.(?P<phase>{'|'.join(PHASES)})\.(?P<step>[0-9]{{1,18}})\.(?P<next>[0-9]{{1,18}})"
 )
 _UNIT = re.compile(r"(?P<unit>[0-9]{4,18})\.(?P<claim>[0-9]{3,18})(?:\.(?P<mark>back|done))?")
+_PAYLOAD = re.compile(
+    rf"(?P<round>[0-9]{{10}})\.(?P<write>{_NODE}\.[0-9]{{4,18}}\.[0-9]{{4,18}})"
+    r"\.(?P<part>anchor|outer)"
+)
 _INCARNATION = re.compile(rf"{_NODE}\.(?P<inc>[0-9]{{4,18}})")
 
 
@@ -159,6 +163,12 @@ class Keys:
 
     def payload(self, round: int, write_id: str, part: str) -> str:
         return f"{self.run}/data/{round:010}.{write_id}.{part}"
+
+    def parse_payload(self, key: str) -> tuple[int, str, str] | None:
+        """Round, write id and part of a payload's key, or None for anything else."""
+        top, _, name = key.rpartition("/")
+        match = _PAYLOAD.fullmatch(name) if top == f"{self.run}/data" else None
+        return None if match is None else (int(match["round"]), match["write"], match["part"])
 
     def checkpoint(self, round: int, node: str, incarnation: int, number: int) -> str:
         """The prefix of a run checkpoint; `number` counts this incarnation's tries."""

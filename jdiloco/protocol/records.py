@@ -258,14 +258,24 @@ def seal(key: str, value: msgspec.Struct) -> bytes:
     return body + b"\n" + _digest(key, body) + b"\n"
 
 
+def is_sealed(key: str, data: bytes) -> bool:
+    """Whether these bytes are what somebody sealed under this key, whatever they say."""
+    return _body(key, data) is not None
+
+
+def _body(key: str, data: bytes) -> bytes | None:
+    body = data[: -len(_digest(key, b"")) - 2]
+    return body if data == body + b"\n" + _digest(key, body) + b"\n" else None
+
+
 def unseal(key: str, data: bytes, kind: type[Sealed]) -> Sealed:
     """Reads what `seal` wrote.
 
     Raises FormatError for bytes that are damaged, were written under another key, or by a format
     that this build does not read.
     """
-    body = data[: -len(_digest(key, b"")) - 2]
-    if data != body + b"\n" + _digest(key, body) + b"\n":
+    body = _body(key, data)
+    if body is None:
         raise FormatError(f"{key!r} holds {len(data)} bytes that do not match their digest.")
     try:
         found = msgspec.json.decode(body, type=_Formatted).format

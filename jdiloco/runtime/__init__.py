@@ -15,6 +15,8 @@
     learner        the learner's machine, driven by the user's own loop
     joining        the joining generators, driven
     inspect        what a mailbox says, without joining
+    status         where a run stands, in figures
+    verify         whether a mailbox holds what its run committed
 
 The protocol decides and this package obeys: nothing here chooses a round, a closer or a moment.
 A library thread touches host memory and single-device arrays only; programs that span devices are

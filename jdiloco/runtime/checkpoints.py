@@ -51,7 +51,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jdiloco.errors import FormatError, UsageError
-from jdiloco.protocol.records import Payload
+from jdiloco.protocol.records import Checkpoint, Payload, seal
 from jdiloco.runtime import messages
 from jdiloco.store.arguments import is_part
 from jdiloco.store.base import Store
@@ -66,6 +66,10 @@ FILE_BYTES = 256 * 2**20
 
 CHUNK_BYTES = 64 * 2**20
 """About the largest piece of a tensor: what restoring onto another sharding reads at once."""
+
+LISTING = "_FILES"
+"""Lies beside the files and names them, sealed, so that a checkpoint which no record names yet can
+be held against it. It is written last: a checkpoint without one is not complete."""
 
 _DOWNLOAD_BYTES = 64 * 2**20
 _NARROW = {"bfloat16", "float16"}
@@ -107,14 +111,17 @@ def write(
     _check_state(state)
     trees, run = _contents(state)
     files = []
-    with _private(scratch, "save-") as root:
+    with private(scratch, "save-") as root:
         _save(root, trees, run)
         for path in _files(root):
             data = path.read_bytes()
             key = path.relative_to(root).as_posix()
             create_owned(store, f"{prefix}/{key}", data, waits=waits, sleep=sleep)
             files.append(Payload(key, len(data), messages.digest([data])))
-    return tuple(files)
+    listed = Checkpoint(state.round, state.versions, prefix, tuple(files))
+    key = f"{prefix}/{LISTING}"
+    create_owned(store, key, seal(key, listed), waits=waits, sleep=sleep)
+    return listed.files
 
 
 def read(
@@ -130,9 +137,15 @@ def read(
     Raises FormatError when a file is missing, damaged or misplaced, or holds something else.
     """
     _check_files(store, prefix, files)
-    with _private(scratch, "load-") as root, _format_errors():
+    with private(scratch, "load-") as root:
         for file in files:
-            _download(store, f"{prefix}/{file.key}", file, root / file.key)
+            download(store, prefix, file, root)
+        return restore(root, specs)
+
+
+def restore(root: Path, specs: Sequence[TensorSpec]) -> RunState:
+    """Restores a checkpoint whose files lie below `root`. Errors: `read`."""
+    with _format_errors():
         return _restore_state(root, specs)
 
 
@@ -433,7 +446,7 @@ def _format_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _private(scratch: Path, kind: str) -> Iterator[Path]:
+def private(scratch: Path, kind: str) -> Iterator[Path]:
     """A path for one checkpoint in a new directory below `scratch`, which goes away with it."""
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=kind, dir=scratch.resolve()) as directory:
@@ -458,8 +471,12 @@ def _check_files(store: Store, prefix: str, files: Sequence[Payload]) -> None:
             raise FormatError(f"{prefix}/{file.key} is {found}, wanted {file.size} bytes.")
 
 
-def _download(store: Store, key: str, file: Payload, path: Path) -> None:
-    """Piece by piece, since a file may be larger than is good to hold."""
+def download(store: Store, prefix: str, file: Payload, root: Path) -> None:
+    """One file of a checkpoint, to its place below `root`. Raises FormatError if it is damaged.
+
+    Piece by piece, since a file may be larger than is good to hold.
+    """
+    key, path = f"{prefix}/{file.key}", root / file.key
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with path.open("xb") as out:

@@ -52,19 +52,28 @@ def encode_outer(momentum: Tensors, master: Mapping[str, np.ndarray | None]) -> 
 
 def read_anchor(store: Store, record: RoundRecord, specs: Sequence[TensorSpec]) -> Tensors | None:
     """The values that a record committed, checked against its hash; None when they are gone."""
-    tensors = _read(store, record.anchor)
-    if tensors is not None:
-        messages.check(tensors, specs)
-    return tensors
+    data = _read(store, record.anchor)
+    return None if data is None else decode_anchor(data, specs)
 
 
 def read_outer(
     store: Store, record: RoundRecord, specs: Sequence[TensorSpec]
 ) -> tuple[Tensors, Tensors] | None:
     """Momentum and master of a version; None when they are gone."""
-    tensors = _read(store, record.outer)
-    if tensors is None:
-        return None
+    data = _read(store, record.outer)
+    return None if data is None else decode_outer(data, specs)
+
+
+def decode_anchor(data: bytes, specs: Sequence[TensorSpec]) -> Tensors:
+    """The values in an anchor payload. Raises FormatError unless they are what `specs` say."""
+    tensors = messages.decode(data).tensors
+    messages.check(tensors, specs)
+    return tensors
+
+
+def decode_outer(data: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensors, Tensors]:
+    """Momentum and master in an outer payload. Errors: `decode_anchor`."""
+    tensors = messages.decode(data).tensors
     momentum, master = _part(tensors, "momentum/"), _part(tensors, "master/")
     messages.check(momentum, specs, dtypes="float32")
     narrow = [spec for spec in specs if spec.dtype != "float32"]
@@ -72,15 +81,20 @@ def read_outer(
     return momentum, master
 
 
-def _read(store: Store, payload: Payload | None) -> Tensors | None:
+def _read(store: Store, payload: Payload | None) -> bytes | None:
     if payload is None or (data := store.get(payload.key)) is None:
         return None
-    if (len(data), sha256(data)) != (payload.size, payload.sha256):
+    if not is_whole(payload, data):
         raise FormatError(
             f"{payload.key!r} holds {len(data)} bytes that do not match what its round's record "
             f"says ({payload.size} bytes, SHA-256 {payload.sha256[:12]}…). It was damaged."
         )
-    return messages.decode(data).tensors
+    return data
+
+
+def is_whole(payload: Payload, data: bytes) -> bool:
+    """Whether these are the bytes that a record names."""
+    return (len(data), sha256(data)) == (payload.size, payload.sha256)
 
 
 def _part(tensors: Tensors, prefix: str) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdiloco.errors import FormatError, StoreUnavailable, UsageError
-from jdiloco.protocol.records import Payload
+from jdiloco.protocol.records import Checkpoint, Payload, unseal
 from jdiloco.runtime import checkpoints
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.store.folder import FolderStore
@@ -172,12 +172,19 @@ def test_ordinary_names_nest_by_their_parts():
     }
 
 
-def test_files_are_named_with_size_and_hash_and_nothing_else_is_uploaded(tmp_path):
+def test_files_are_named_with_size_and_hash_and_only_a_listing_lies_beside_them(tmp_path):
     store = MemoryStore()
-    files = checkpoints.write(state_of(model()), store, PREFIX, scratch=tmp_path)
+    state = state_of(model())
+    files = checkpoints.write(state, store, PREFIX, scratch=tmp_path)
+    listing = f"{PREFIX}/{checkpoints.LISTING}"
     assert {(f"{PREFIX}/{f.key}", f.size) for f in files} == {
-        (entry.key, entry.size) for entry in store.list("")
+        (entry.key, entry.size) for entry in store.list("") if entry.key != listing
     }
+    data = store.get(listing)
+    assert data is not None
+    assert unseal(listing, data, Checkpoint) == Checkpoint(
+        state.round, state.versions, PREFIX, files
+    )
 
 
 def test_two_rounds_saved_are_two_checkpoints(tmp_path):

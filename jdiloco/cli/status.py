@@ -1,0 +1,192 @@
+"""`jdiloco status`: one screen about a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jdiloco.runtime.status import Commit, NodeStatus, Samples, Status, read_status
+
+SETTINGS = (
+    "sync_every",
+    "fragments",
+    "outer_lr",
+    "outer_momentum",
+    "quorum_size",
+    "in_flight",
+    "overlap_steps",
+    "alignment",
+    "beat_seconds",
+    "lease_seconds",
+)
+"""Those that say most about how a run behaves; `merge` is shown by its kind."""
+
+COLOURS = {"alive": "green", "silent": "red", "left": "blue", "unknown": "yellow"}
+MANY_DROPPED = 0.2
+
+
+def run_status(mailbox: str, *, wait: float, as_json: bool) -> int:
+    """The command. Returns the exit code."""
+    status = read_status(mailbox, wait=wait)
+    if as_json:
+        sys.stdout.write(to_json(status) + "\n")
+    else:
+        show(status, Console())
+    return 0
+
+
+def to_json(status: Status) -> str:
+    """A status as one line of JSON, with the sums that it is made of."""
+    plain = msgspec.to_builtins(status)
+    for told, source in ((plain, status), *zip(plain["nodes"], status.nodes, strict=True)):
+        samples = source.samples
+        told["samples"] |= {
+            "processed": samples.processed,
+            "share_dropped": samples.share_dropped,
+        }
+    return msgspec.json.encode(plain).decode()
+
+
+def show(status: Status, console: Console) -> None:
+    """Prints a status."""
+    model = status.model
+    console.print(Text(f"Run {status.run} in {status.url}", "bold"))
+    console.print(
+        Text(
+            f"{model.tensors} tensors, {model.parameters:,} parameters, {_size(model.bytes)}, "
+            f"{model.fragments} fragments"
+        )
+    )
+    console.print(Text(_settings(status.settings)))
+    console.print(Text(_rounds(status)))
+    if status.newest is not None:
+        console.print(Text(_newest(status.newest)))
+    console.print(Text(_next(status)))
+    console.print(_table(status))
+    console.print(Text(_ledger(status.samples), "red" if _many(status.samples) else ""))
+    console.print(Text(_stored(status)))
+    if status.waited:
+        return
+    beat = float(str(status.settings.get("beat_seconds", 10)))
+    console.print(
+        Text(
+            "Who is alive cannot be told from one look. Look twice, two beats apart: "
+            f"`--wait {2 * beat:g}`.",
+            "yellow",
+        )
+    )
+
+
+def _settings(settings: Mapping[str, object]) -> str:
+    merge = settings.get("merge")
+    kind = merge.get("kind") if isinstance(merge, Mapping) else merge
+    shown = [f"{name} {settings[name]}" for name in SETTINGS if settings.get(name) is not None]
+    return ", ".join([f"merge {kind}", *shown])
+
+
+def _rounds(status: Status) -> str:
+    rejected = ", ".join(f"{reason} {count}" for reason, count in status.rejected.items())
+    return (
+        f"{status.rounds:,} rounds ({status.void} void), versions {list(status.versions)}, "
+        f"{status.mean_participants:.2f} participants on average, rejected: {rejected or 'none'}"
+    )
+
+
+def _newest(commit: Commit) -> str:
+    cosine = "" if commit.cosine is None else f", cosine {commit.cosine:.3f}"
+    rejected = ", ".join(f"{node} ({reason})" for node, reason in commit.rejected.items())
+    return (
+        f"newest: round {commit.round}, fragment {commit.fragment}, "
+        f"{'void' if commit.void else f'version {commit.version}'}, closed by {commit.closer}, "
+        f"{len(commit.participants)} of {commit.expected} expected merged{cosine}"
+        + (f", rejected {rejected}" if rejected else "")
+    )
+
+
+def _next(status: Status) -> str:
+    timing = status.timing
+    averages = [
+        f"{name} {seconds:.3g} s"
+        for name, seconds in (
+            ("step", timing.step),
+            ("quorum", timing.quorum),
+            ("commit", timing.commit),
+        )
+        if seconds is not None
+    ]
+    newest = status.checkpoint_round
+    covers = "the initial values" if newest < 0 else f"round {newest}"
+    return (
+        f"next: round {status.next_round}, closed by {status.next_closer}; "
+        f"{status.takeovers} takeovers; newest checkpoint of {covers}"
+        + (f"; on average {', '.join(averages)}" if averages else "")
+    )
+
+
+def _table(status: Status) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("node", "state", "phase"):
+        table.add_column(heading)
+    for heading in ("step", "next", "lives", "merged in", "rejected"):
+        table.add_column(heading, justify="right")
+    for heading in ("processed", "merged", "dropped", "pending"):
+        table.add_column(heading, justify="right")
+    for node in status.nodes:
+        table.add_row(*_row(node))
+    return table
+
+
+def _row(node: NodeStatus) -> list[Text]:
+    samples = node.samples
+    share = f"{samples.dropped_total:,.0f} ({samples.share_dropped:.0%})"
+    cells = [
+        Text(node.node),
+        Text(node.alive, COLOURS[node.alive]),
+        Text(node.phase or "no beat"),
+        *(Text("-" if value is None else str(value)) for value in (node.step, node.next_round)),
+        Text(str(node.lives)),
+        Text(str(node.rounds)),
+        Text(str(node.rejected)),
+        Text(f"{samples.processed:,.0f}"),
+        Text(f"{samples.merged:,.0f}"),
+        Text(share, "red" if _many(samples) else ""),
+        Text(f"{samples.pending:,.0f}"),
+    ]
+    return cells
+
+
+def _many(samples: Samples) -> bool:
+    return samples.share_dropped > MANY_DROPPED
+
+
+def _ledger(samples: Samples) -> str:
+    dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in samples.dropped.items())
+    return (
+        f"samples (means over fragments, as of merged contributions): "
+        f"{samples.processed:,.0f} = {samples.merged:,.0f} merged + "
+        f"{samples.dropped_total:,.0f} dropped ({dropped or 'none'}; {samples.share_dropped:.0%}) "
+        f"+ {samples.pending:,.0f} pending"
+    )
+
+
+def _stored(status: Status) -> str:
+    objects = sum(count for count, _ in status.stored.values())
+    size = sum(size for _, size in status.stored.values())
+    kinds = ", ".join(
+        f"{kind} {count} ({_size(held)})" for kind, (count, held) in status.stored.items()
+    )
+    return f"mailbox: {objects:,} objects, {_size(size)}: {kinds}"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,304 @@
+"""Where a run stands, from its mailbox alone: nothing is written, and nobody is asked.
+
+Samples are means over the fragments, each as its newest merged contribution tells it: processed =
+merged + dropped + pending. What a node has trained since is known to that node alone.
+
+Whether a node lives cannot be read off one listing: a beat says that its writer lived when it was
+written, not when that was, and no clock is compared. Two listings can tell, a beat or more apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+
+from jdiloco.protocol.keys import BeatKey, ClaimKey, Keys
+from jdiloco.protocol.records import Claim, Ledger, Manifest, RoundRecord, Timing, unseal
+from jdiloco.protocol.rules import Life
+from jdiloco.runtime.clock import Clock
+from jdiloco.runtime.inspect import Stock, find_run, newest_beats, read_records, take_stock
+from jdiloco.runtime.payloads import Patient
+from jdiloco.store import open_store
+from jdiloco.store.base import Store
+
+WAITS = (0.1, 0.3, 1.0)
+"""Seconds between the tries of a request that the store does not answer."""
+
+ALIVE = ("alive", "silent", "left", "unknown")
+"""What two looks at a mailbox tell of a node; `unknown` after one look, or without any beat."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the run trains."""
+
+    tensors: int
+    parameters: int
+    bytes: int  # At the tensors' own precision.
+    fragments: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Where samples went, as means over fragments; summed over nodes for a whole run."""
+
+    merged: float = 0.0
+    dropped: Mapping[str, float] = dataclasses.field(default_factory=dict)  # By reason.
+    pending: float = 0.0
+
+    @property
+    def dropped_total(self) -> float:
+        return sum(self.dropped.values(), 0.0)
+
+    @property
+    def processed(self) -> float:
+        return self.merged + self.dropped_total + self.pending
+
+    @property
+    def share_dropped(self) -> float:
+        """Of what was processed; 0 when nothing was."""
+        return self.dropped_total / self.processed if self.processed else 0.0
+
+    def __add__(self, other: Samples) -> Samples:
+        reasons = sorted({*self.dropped, *other.dropped})
+        return Samples(
+            merged=self.merged + other.merged,
+            dropped={r: self.dropped.get(r, 0.0) + other.dropped.get(r, 0.0) for r in reasons},
+            pending=self.pending + other.pending,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeStatus:
+    """One node, all its lives together."""
+
+    node: str
+    lives: int  # Incarnations.
+    alive: str  # One of ALIVE.
+    phase: str | None  # Of the newest beat, as the next three; None when it was swept.
+    step: int | None
+    next_round: int | None
+    beat: int | None
+    rounds: int  # In which a contribution of it was merged.
+    rejected: int  # Contributions.
+    samples: Samples
+    waiting: tuple[int, ...]  # Rounds without a record to which it has reported.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A round that has a record."""
+
+    round: int
+    fragment: int
+    version: int
+    void: bool
+    closer: str
+    participants: tuple[str, ...]
+    expected: int
+    rejected: Mapping[str, str]  # Reason by node.
+    cosine: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run at one moment."""
+
+    url: str
+    run: str
+    model: Model
+    settings: Mapping[str, object]  # As the manifest keeps them.
+    rounds: int  # That have a record.
+    void: int  # Of them.
+    versions: tuple[int, ...]  # Per fragment.
+    newest: Commit | None
+    mean_participants: float  # Over the rounds that merged something.
+    rejected: Mapping[str, int]  # Contributions of the whole run, by reason.
+    timing: Timing
+    next_round: int
+    next_closer: str
+    takeovers: int  # Claims of the whole run.
+    checkpoint_round: int  # Of the newest that a record names; -1 for the initial one.
+    checkpoints: int  # In the mailbox, named or not.
+    nodes: tuple[NodeStatus, ...]
+    samples: Samples  # Of all nodes.
+    stored: Mapping[str, tuple[int, int]]  # Objects and bytes by kind.
+    waited: float  # Seconds between the two looks; 0 after a single one.
+
+
+def read_status(
+    mailbox: str | os.PathLike[str] | Store, *, wait: float = 0.0, clock: Clock | None = None
+) -> Status:
+    """Reads where a run stands. Holds one record at a time, however long the run is.
+
+    `wait` is the seconds between two looks that tell who is alive: two beat intervals or more; 0
+    looks once. Errors: `jdiloco.runtime.inspect.find_run`; FormatError for a damaged record.
+    """
+    clock = clock or Clock()
+    store = Patient(open_store(mailbox), WAITS, clock.sleep)
+    manifest, _ = find_run(store)
+    keys = Keys(manifest.run)
+    before: tuple[BeatKey, ...] = ()
+    if wait > 0:
+        before = take_stock(store.list(f"{keys.log}live/"), keys).beats
+        clock.sleep(wait)
+    stock = take_stock(store.list(""), keys)
+    told = _Told(manifest)
+    for record in read_records(store, keys, sorted(stock.records)):
+        told.take(record)
+    nodes = _nodes(stock, told, before, looked_twice=wait > 0)
+    return Status(
+        url=store.url,
+        run=manifest.run,
+        model=_model(manifest),
+        settings=manifest.algorithm,
+        rounds=told.rounds,
+        void=told.void,
+        versions=told.versions,
+        newest=_commit(told.newest),
+        mean_participants=told.mean,
+        rejected=dict(sorted(told.reasons.items())),
+        timing=told.newest.timing if told.newest else Timing(),
+        next_round=told.rounds,
+        next_closer=str(_next_closer(store, keys, stock, told)),
+        takeovers=len(stock.claims),
+        checkpoint_round=told.checkpoint_round,
+        checkpoints=len({keys.checkpoint_of(key) for _, key in stock.files}),
+        nodes=nodes,
+        samples=sum((node.samples for node in nodes), Samples()),
+        stored=stock.bytes_by_kind(),
+        waited=wait,
+    )
+
+
+class _Told:
+    """What the records tell, one after another."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.rounds = self.void = self.merging = self.merged = 0
+        self.versions: tuple[int, ...] = manifest.checkpoint.versions
+        self.newest: RoundRecord | None = None
+        self.named = Life(manifest.closer, 1)
+        self.checkpoint_round = manifest.checkpoint.round
+        self.reasons: collections.Counter[str] = collections.Counter()
+        self.taken: collections.Counter[str] = collections.Counter()  # Rounds by node.
+        self.refused: collections.Counter[str] = collections.Counter()
+        self.ledgers: dict[Life, dict[int, Ledger]] = collections.defaultdict(dict)
+
+    @property
+    def mean(self) -> float:
+        """Participants of a round that merged something; 0 when none did."""
+        return self.merged / self.merging if self.merging else 0.0
+
+    def take(self, record: RoundRecord) -> None:
+        self.rounds = record.round + 1
+        self.void += record.void
+        self.merging += not record.void
+        self.merged += len(record.participants)
+        self.versions, self.newest = record.versions, record
+        self.named = Life(record.next_closer, record.next_incarnation)
+        self.checkpoint_round = max(self.checkpoint_round, record.checkpoint.round)
+        self.reasons.update(who.reason for who in record.rejected)
+        self.refused.update(who.node for who in record.rejected)
+        self.taken.update({who.node for who in record.participants})
+        for who in record.participants:
+            ledger = who.ledger.merge(who.counters.samples)
+            self.ledgers[Life(who.node, who.incarnation)][record.fragment] = ledger
+
+    def samples(self, node: str) -> Samples:
+        """Of all lives of a node."""
+        found = [_mean(held.values()) for life, held in self.ledgers.items() if life.node == node]
+        return sum(found, Samples())
+
+
+def _mean(ledgers: Iterable[Ledger]) -> Samples:
+    """Of one life, over the fragments that it has contributed to."""
+    found = list(ledgers)
+    reasons = sorted({reason for ledger in found for reason in ledger.dropped})
+    return Samples(
+        merged=statistics.fmean(ledger.merged for ledger in found),
+        dropped={
+            r: statistics.fmean(ledger.dropped.get(r, 0) for ledger in found) for r in reasons
+        },
+        pending=statistics.fmean(ledger.pending for ledger in found),
+    )
+
+
+def _nodes(
+    stock: Stock, told: _Told, before: tuple[BeatKey, ...], *, looked_twice: bool
+) -> tuple[NodeStatus, ...]:
+    newest = {beat.node: beat for beat in newest_beats(stock.beats)}
+    older = {beat.node: beat for beat in newest_beats(before)}
+    lives = collections.Counter(node for node, _ in stock.incarnations)
+    names = sorted({*newest, *lives, *told.taken, *told.refused})
+    return tuple(
+        NodeStatus(
+            node=name,
+            lives=lives[name],
+            alive=_alive(newest.get(name), older.get(name), looked_twice=looked_twice),
+            phase=beat.phase if (beat := newest.get(name)) else None,
+            step=beat.step if beat else None,
+            next_round=beat.next_round if beat else None,
+            beat=beat.beat if beat else None,
+            rounds=told.taken[name],
+            rejected=told.refused[name],
+            samples=told.samples(name),
+            waiting=tuple(
+                key.round
+                for key in stock.contributions
+                if key.node == name and key.round >= told.rounds
+            ),
+        )
+        for name in names
+    )
+
+
+def _alive(beat: BeatKey | None, before: BeatKey | None, *, looked_twice: bool) -> str:
+    if beat is None:
+        return "unknown"
+    if beat.phase == "left":
+        return "left"
+    if not looked_twice:
+        return "unknown"
+    return "silent" if beat == before else "alive"
+
+
+def _model(manifest: Manifest) -> Model:
+    return Model(
+        tensors=len(manifest.tensors),
+        parameters=sum(spec.size for spec in manifest.tensors),
+        bytes=sum(spec.nbytes for spec in manifest.tensors),
+        fragments=len(manifest.plan),
+    )
+
+
+def _commit(record: RoundRecord | None) -> Commit | None:
+    if record is None:
+        return None
+    return Commit(
+        round=record.round,
+        fragment=record.fragment,
+        version=record.version,
+        void=record.void,
+        closer=record.closer,
+        participants=tuple(who.node for who in record.participants),
+        expected=record.expected,
+        rejected={who.node: who.reason for who in record.rejected},
+        cosine=record.cosine,
+    )
+
+
+def _next_closer(store: Store, keys: Keys, stock: Stock, told: _Told) -> Life:
+    """Whom the newest record names, or whoever has claimed the round that is open."""
+    numbers = [claim.number for claim in stock.claims if claim.round == told.rounds]
+    if not numbers:
+        return told.named
+    key = keys.claim(ClaimKey(told.rounds, max(numbers)))
+    data = store.get(key)
+    if data is None:
+        return told.named
+    claim = unseal(key, data, Claim)
+    return Life(claim.node, claim.incarnation)
