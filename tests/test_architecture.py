@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "callbacks": BELOW,
     "nnx": BELOW | {"algo", "runtime"},
     "session": BELOW | {"algo", "protocol", "store", "runtime", "callbacks", "nnx"},
+    "spmd": BELOW | {"algo", "protocol", "runtime"},
     "cli": BELOW | {"algo", "protocol", "store", "runtime", "callbacks", "nnx", "session"},
     "testing": BELOW | {"algo", "protocol", "store", "runtime"},
 }

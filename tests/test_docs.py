@@ -14,9 +14,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+def run(*arguments: str | Path, cwd: Path, devices: int = 1) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
@@ -74,6 +75,15 @@ def test_the_flax_learner_runs_on_two_machines(tmp_path):
 
     for out in [finish(process) for process in [node(0), node(1)]]:
         assert "loss" in out
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("devices", [1, 8])
+def test_four_learners_train_in_one_program_on_one_device_and_on_eight(tmp_path, devices):
+    out = finish(run(ROOT / "examples" / "spmd_learners.py", cwd=tmp_path, devices=devices))
+    shown, loss = re.findall(r"(\d+) devices, loss ([0-9.]+)", out)[0]
+    assert int(shown) == devices
+    assert float(loss) < 0.1
 
 
 def test_documents_name_files_that_exist():
