@@ -8,6 +8,7 @@
     by_bytes, strided         how a model is cut into fragments
     diloco_outer              the same merge and outer step as an optax transformation
     merge_deltas, outer_nesterov, fp32_master      its three links
+    jdiloco.spmd              K learners in one program
     contribution_weight       samples² / steps
     path_names, explain_routing                    what tensors are called, and how each is merged
     log_events, JsonLines     what to do with events (`jdiloco.events`); the first is the default
