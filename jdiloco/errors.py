@@ -6,6 +6,7 @@ JDilocoError
 |  |- SchemaMismatch          the run trains another model
 |  `- OutOfRange              a round's result cannot be held in a parameter's type
 |- StoreUnavailable       no answer, or a doubtful one: the write may have landed; try again
+|  `- StoreDenied             no such bucket, or not for these credentials: put that right first
 |- StoreIgnoresConditions this store cannot carry a run: choose another
 |- FormatError            bytes that are damaged, forged or of a format this build cannot read
 |- NodeIdInUse            another living node has this id: choose another
@@ -38,6 +39,10 @@ class OutOfRange(UsageError):
 
 class StoreUnavailable(JDilocoError):
     """The store gave no answer or a doubtful one. A write may have landed all the same."""
+
+
+class StoreDenied(StoreUnavailable):
+    """The bucket is not there, or is not for these credentials. Waiting alone will not help."""
 
 
 class StoreIgnoresConditions(JDilocoError):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jdiloco.errors import FormatError, StoreUnavailable
+from jdiloco.errors import FormatError, StoreDenied, StoreUnavailable
 from jdiloco.protocol import joining as requests
 from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.joining import Steps
@@ -101,6 +101,8 @@ class Performer:
             self._check_stop()
             try:
                 return self._perform(request)
+            except StoreDenied:
+                raise
             except StoreUnavailable:
                 if isinstance(request, requests.Create) and self._may_go_on(request.key):
                     return False  # It may have landed: the generator reads back.

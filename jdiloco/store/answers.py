@@ -1,7 +1,7 @@
 """What a bucket's answer means, without repeating what it may hold.
 
-The client's own messages quote whole answers and addresses; of those only the status, the name the
-server gave the error and its first sentence are passed on, and they are checked for signatures.
+The client's own messages quote whole answers and addresses, and a server may answer with what it
+was sent. So only the status and the name that the server gave the error are passed on.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import re
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,60})\s*</Code>")
-_MESSAGE = re.compile(r"<Message>\s*([^<\n]{1,200})")
-_SECRET = re.compile(r"(?i)\b(sig|signature|token|secret|password|key)(=|%3D)[^&\s,;]+")
-_HIDDEN = r"\1=…"
 
 _TROUBLES = (
     ("kind: Timeout", "No answer in time"),
@@ -63,6 +60,13 @@ def is_missing_bucket(error: BaseException) -> bool:
     return code(error) in _NO_BUCKET
 
 
+def is_denied(error: BaseException) -> bool:
+    """Whether the same request will go on failing until somebody puts something right."""
+    if any(part in str(error) for part in _METADATA):
+        return True
+    return is_missing_bucket(error) or status(error) in (401, 403)
+
+
 def is_past_the_end(error: BaseException) -> bool:
     """Whether an object is there but has no byte in the range that was asked for."""
     return status(error) == 416 or "StartTooLarge" in str(error)
@@ -83,8 +87,6 @@ def reason(error: BaseException) -> str:
         found = [words for part, words in _TROUBLES if part in text]
         said = found[0] if found else f"The client says {type(error).__name__}"
         return said if said.endswith("?") else f"{said}."
-    message = _MESSAGE.search(text)
-    said = ": ".join(part for part in (name, message[1].strip() if message else "") if part)
     hint = _HINTS.get(name) or _HINTS.get(str(number))
-    said = f"HTTP {number} ({_SECRET.sub(_HIDDEN, said)})" if said else f"HTTP {number}"
+    said = f"HTTP {number} ({name})" if name else f"HTTP {number}"
     return f"{said}. {hint}." if hint else f"{said}."

@@ -29,11 +29,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
+import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from jdiloco.errors import StoreUnavailable, UsageError
+from jdiloco.errors import StoreDenied, StoreUnavailable, UsageError
 from jdiloco.store import address, answers
 from jdiloco.store.arguments import as_views, check_key, check_prefix, check_range
 from jdiloco.store.base import Buffer, Entry
@@ -69,7 +70,11 @@ class BucketStore:
         good choice; too high a rate gives uploads up that would have ended.
 
     Opening asks the bucket nothing.
+
+    `honours_after` is whether listings begin where they are asked to; None until one was.
     """
+
+    honours_after: bool | None = None
 
     def __init__(
         self,
@@ -147,6 +152,15 @@ class BucketStore:
         if doomed:
             self._trying("deleting", doomed[0], lambda: self._delete(doomed))
 
+    def dated(self, key: str) -> datetime.datetime:
+        """When the bucket says that an object was written. Raises StoreUnavailable for none."""
+        import obstore
+
+        check_key(key)
+        return self._trying(
+            "asking about", key, lambda: obstore.head(self._clients.reader, key)["last_modified"]
+        )
+
     # What is asked of the client
 
     def _whole(self, key: str) -> bytes | None:
@@ -206,10 +220,11 @@ class BucketStore:
         """Every object below the directory `top`, as one listing."""
         import obstore
 
-        offset = safe_offset(top, after) if after else None
-        pages = obstore.list(self._clients.reader, top or None, offset=offset, chunk_size=PAGE_KEYS)
-        for page in pages:
+        client, offset = self._clients.reader, safe_offset(top, after) if after else None
+        for page in obstore.list(client, top or None, offset=offset, chunk_size=PAGE_KEYS):
             for meta in page:
+                if offset is not None:
+                    self.honours_after = self.honours_after is not False and meta["path"] > offset
                 yield Entry(meta["path"], meta["size"])
 
     def _walk(self, top: str, prefix: str, after: str) -> Iterator[Entry]:
@@ -247,4 +262,5 @@ class BucketStore:
 
         if not isinstance(error, (BaseError, OSError, ValueError)):
             return error  # A fault of ours: it is not hidden.
-        return StoreUnavailable(f"{self.url}: {verb} `{key}` failed. {answers.reason(error)}")
+        kind = StoreDenied if answers.is_denied(error) else StoreUnavailable
+        return kind(f"{self.url}: {verb} `{key}` failed. {answers.reason(error)}")

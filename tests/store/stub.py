@@ -44,6 +44,7 @@ class Fault:
     wait: float = 0.0  # Seconds before it is answered.
     lands: bool = False  # Whether it is carried out all the same.
     late: bool = False  # Whether that happens only after the wait.
+    echo: bool = False  # Whether the answer repeats the request's headers.
 
 
 class Stub:
@@ -55,6 +56,7 @@ class Stub:
         self.faults: list[Fault] | Callable[[Request], Fault | None] = []
         self.ignores_after = False
         self.ignores_conditions = False
+        self.races = False  # Whether it looks first and writes a moment later.
         self.says_what_is_missing = False  # To a delete, as Google does and S3 does not.
         self.lock = threading.Lock()
         self.generation = 0
@@ -89,8 +91,16 @@ class Stub:
 
     def put(self, key: str, body: bytes, *, only_if_absent: bool) -> int:
         """The generation of the new object; 0 when the key is taken."""
+        if only_if_absent and not self.ignores_conditions and key in self.objects:
+            return 0
+        if self.races:
+            time.sleep(0.05)
         with self.lock:
-            if only_if_absent and not self.ignores_conditions and key in self.objects:
+            if (
+                only_if_absent
+                and not (self.ignores_conditions or self.races)
+                and key in self.objects
+            ):
                 return 0
             self.generation += 1
             self.objects[key] = (body, self.generation)
@@ -140,7 +150,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
         elif fault.status:
-            self._answer(fault.status, _error(fault.code), {"Retry-After": "1"})
+            said = escape(" ".join(map(str, self.headers.items()))) if fault.echo else "as wanted"
+            self._answer(fault.status, _error(fault.code, said), {"Retry-After": "1"})
         else:
             self._answer(*work(key, query, body))
 
@@ -240,5 +251,5 @@ def _tags(body: bytes, generation: int) -> dict[str, str]:
     }
 
 
-def _error(code: str) -> bytes:
-    return f"<Error><Code>{code}</Code><Message>as the test wants</Message></Error>".encode()
+def _error(code: str, said: str = "as it is") -> bytes:
+    return f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
