@@ -122,6 +122,26 @@ def verify(mailbox: Mailbox, as_json: AsJson = False) -> None:
     raise typer.Exit(run_verify(mailbox, as_json=as_json))
 
 
+@app.command()
+def doctor(
+    store: Annotated[
+        str, typer.Argument(help="A folder, or a bucket such as s3://bucket/prefix.", metavar="URL")
+    ],
+    megabytes: Annotated[
+        float, typer.Option(help="Size of the object that bandwidth is measured with.", min=0.001)
+    ] = 8.0,
+) -> None:
+    """Try out whether a folder or bucket keeps the promises that a run rests on.
+
+    Writes a few objects there, under a name of its own, and removes them. The exit code is 0 if
+    the store can carry a run, 1 if it cannot, and 2 if it could not be reached.
+    """
+    from jdiloco.cli.doctor import run_doctor
+    from jdiloco.store import open_store
+
+    raise typer.Exit(run_doctor(open_store(store), megabytes=megabytes, show=typer.echo))
+
+
 def main() -> None:
     """Runs the command line. What the library refuses is a sentence, not a traceback."""
     try:

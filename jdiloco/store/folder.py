@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import errno
 import itertools
 import os
@@ -140,6 +141,12 @@ class FolderStore:
             self._trying("deleting", key, lambda key=key: _unlink(self._path(key)))
         for directory in {key.rpartition("/")[0] for key in doomed}:
             self._remove_empty(directory)
+
+    def dated(self, key: str) -> datetime.datetime:
+        """When the file system says that an object was written, by its clock."""
+        check_key(key)
+        seconds = self._trying("asking about", key, lambda: os.stat(self._path(key)).st_mtime)
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
