@@ -63,7 +63,7 @@ class _Simulation:
             tuple(self._entries),
             dict(self._mailbox.objects),
             ended,
-            self._mailbox.busiest,
+            tuple(self._mailbox.sent),
         )
 
     def _start(self, plan: Plan, deaths: tuple[Death, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from jdiloco import events
@@ -138,6 +139,17 @@ class Worked(Entry):
         return f"trained {self.steps} steps in {self.seconds:.3f} s ({self.asleep:.3f} s asleep)"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """A request, whatever became of it. Not an entry of the history: there are too many."""
+
+    at: float
+    who: str
+    verb: str
+    key: str  # The prefix, for `list`; empty for `delete`.
+    size: int  # Bytes of its body.
+
+
 @dataclasses.dataclass(frozen=True)
 class History:
     """A simulated run: how it was set up, what happened, and the mailbox at the end."""
@@ -146,7 +158,16 @@ class History:
     entries: tuple[Entry, ...]
     objects: dict[str, bytes]
     ended: bool  # Every process had ended before the horizon.
-    busiest: dict[str, int]  # The most requests that each process sent in one second.
+    sent: tuple[Sent, ...]  # Every request, in order.
+
+    @property
+    def busiest(self) -> dict[str, int]:
+        """The most requests that each process sent in one second."""
+        counts = collections.Counter((request.who, int(request.at)) for request in self.sent)
+        most: dict[str, int] = {}
+        for (who, _), count in counts.items():
+            most[who] = max(most.get(who, 0), count)
+        return most
 
     def of(self, kind: type) -> list:
         """The entries of one kind, in order."""

@@ -9,13 +9,13 @@ and a completed create is found by every later `get`.
 from __future__ import annotations
 
 import bisect
-import collections
+import builtins
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jdiloco.errors import StoreUnavailable
-from jdiloco.testing.simulate.history import Asked, Deleted, Entry, Stored
+from jdiloco.testing.simulate.history import Asked, Deleted, Entry, Sent, Stored
 from jdiloco.testing.simulate.scenario import NO_FAULTS, Scenario
 from jdiloco.testing.simulate.world import Operation, Process, Resume, World
 
@@ -45,7 +45,7 @@ class Mailbox:
         self._write = write
         self._keys: list[str] = []
         self._born: dict[str, float] = {}
-        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.sent: builtins.list[Sent] = []
         self._gone: list[tuple[float, str]] = []  # When which key was deleted.
 
     # What processes ask for
@@ -62,14 +62,6 @@ class Mailbox:
     def delete(self, keys: tuple[str, ...]) -> Request:
         return Request(self, "delete", keys=keys)
 
-    @property
-    def busiest(self) -> dict[str, int]:
-        """The most requests that each process sent in one second."""
-        most: dict[str, int] = {}
-        for (name, _), count in self._counts.items():
-            most[name] = max(most.get(name, 0), count)
-        return most
-
     # What becomes of it
 
     def request(self, process: Process, request: Request, resume: Resume) -> None:
@@ -80,7 +72,9 @@ class Mailbox:
             return
         if sent < len(keys):
             request = dataclasses.replace(request, keys=keys[:sent])
-        self._counts[(process.name, int(self.world.now))] += 1
+        self.sent.append(
+            Sent(self.world.now, process.name, request.verb, request.key, len(request.data))
+        )
         fate = self._fate(request)
         if fate != "ok":
             shown = request.key or " ".join(request.keys)
