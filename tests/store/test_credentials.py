@@ -7,6 +7,7 @@ import pytest
 
 from jdiloco.errors import StoreDenied, StoreUnavailable, UsageError
 from jdiloco.store import address, aws_files, clients, open_store
+from jdiloco.store.bucket import BucketStore
 from tests.store import servers, stub
 
 pytestmark = pytest.mark.usefixtures("credentials")
@@ -166,6 +167,6 @@ def test_keys_of_a_profile_open_a_real_bucket(seaweed_server, tmp_path, monkeypa
 
 
 def test_where_nobody_listens_is_said(monkeypatch):
-    store = open_store("s3://b/p?endpoint=http://127.0.0.1:1&anonymous=true").within(0.5)
+    store = BucketStore("s3://b/p?endpoint=http://127.0.0.1:1&anonymous=true").within(0.5)
     with pytest.raises(StoreUnavailable, match="Connection refused"):
         store.get("k")
