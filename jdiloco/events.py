@@ -121,6 +121,21 @@ class UnitTaken(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Paused(Event):
+    """This node was elected: it closes the rounds from `round` on and leaves training to others."""
+
+    round: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """This node trains again."""
+
+    round: int
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TookOver(Event):
     """This node claims the closing of a round from the node that was named for it."""
 

@@ -24,7 +24,9 @@ from jdiloco.errors import UsageError
 from jdiloco.protocol import joining
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
+from jdiloco.protocol.rules import ROLES, closes, trains
 from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import manifest_of, no_run
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
@@ -33,6 +35,7 @@ from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.queues import Barrier, SharedQueue
 from jdiloco.runtime.schema import Schema
+from jdiloco.runtime.syncer import Syncer
 from jdiloco.runtime.work import Work
 from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
@@ -69,13 +72,24 @@ class Session:
     its buffers; and an aligned leaf is placed as the leaf it replaces, so the step never compiles
     again.
 
+    A node of role "syncer" trains nothing, needs no accelerator and may be given None for `params`;
+    while it lives it closes all rounds:
+
+        with jdiloco.Session(None, algorithm, mailbox="runs/x", role="syncer") as session:
+            session.run()                                          # until a signal comes
+
     On SIGTERM or Ctrl-C the block ends at the next step boundary as if the data had ended there,
     and `stopped_by` names the signal; a second one acts as if there were no session.
 
     Arguments:
-      params: the parameters, or a Flax NNX module.
+      params: the parameters, or a Flax NNX module. None, for a syncer alone: then it waits until
+        another node has created the run.
       algorithm: the run's settings; all nodes must agree on them.
       mailbox: a folder or URL that every node of the run can reach, or a `Store`.
+      role: what the node does. "both" trains, and closes rounds when it is named for that.
+        "learner" never closes any: a run needs a node that does. "syncer" closes and never trains;
+        while it lives nobody else is named. "either" trains until it is named, then closes alone
+        while another learner trains, and trains again when none does or a syncer has come.
       node_id: 1 to 40 of `a-z0-9-`, unique among living nodes. None makes one up from the host's
         name.
       ranks: gives the node one of so many fixed slices of the data, `session.rank`, that no other
@@ -85,7 +99,8 @@ class Session:
         the beat interval or less.
       callbacks: functions of one event (`jdiloco.events`), called from any thread.
       leave_with_run: whether to stay, once the data has ended, until no learner trains any more:
-        then every node that does so ends with the same values.
+        then every node that does so ends with the same values. For a syncer: whether it ends with
+        the last learner it has met.
 
     Raises RunConfigMismatch, SchemaMismatch, NodeIdInUse, StoreIgnoresConditions or
     StoreUnavailable when entered; NodeSuperseded or RunReplaced from `step`.
@@ -97,6 +112,7 @@ class Session:
         algorithm: DiLoCo,
         mailbox: str | os.PathLike[str] | Store,
         *,
+        role: str = "both",
         node_id: str | None = None,
         ranks: int | None = None,
         poll_interval: float = 1.0,
@@ -105,6 +121,7 @@ class Session:
         clock: Clock | None = None,
     ) -> None:
         _check_arguments(algorithm, mailbox, callbacks)
+        _check_role(role, params)
         if ranks is not None and not ranks >= 1:
             raise UsageError(f"`ranks` counts slices of the data: 1 or more, not {ranks!r}.")
         if not poll_interval > 0:
@@ -119,14 +136,18 @@ class Session:
         self._stopped_by: str | None = None
         self._clock = clock or Clock()
         self._mailbox = mailbox
+        self._role = role
         self._poll_interval = poll_interval
         self._callbacks = tuple(callbacks)
         self._leave_with_run = leave_with_run
         self._node_id = check_node_id(node_id) if node_id is not None else self._made_up_id()
         self._params = params
-        self._holder = _holder(params)
+        self._brings_model = params is not None
+        self._holder = _holder(params if self._brings_model else {})
         self._in_place = not isinstance(self._holder, TreeHolder)
-        self._schema = Schema.of(self._holder.specs, algorithm)
+        self._schema = Schema((), ())  # The run's, once it is found.
+        if self._brings_model:
+            self._schema = Schema.of(self._holder.specs, algorithm)
         self._stop_signal: int | None = None
         self._open = contextlib.ExitStack()
         self._entered = self._left = False
@@ -136,6 +157,7 @@ class Session:
         self._work: Work | None = None
         self._ranks = ranks
         self._rank: int | None = None
+        self._syncer: Syncer | None = None
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
@@ -180,6 +202,8 @@ class Session:
 
     def _finish(self) -> None:
         """Waits for what is in flight; a signal cuts it short."""
+        if self._syncer is not None:
+            return
         with contextlib.suppress(_StopRequested):
             if self._work is not None:
                 self._params = self._work.give_back(self._params, self._patience)
@@ -198,22 +222,23 @@ class Session:
 
     def _leave(self, because: str) -> None:
         """Ends every thread. Who is stopped or fails goes at once; else what was begun is ended."""
-        assert self._learner is not None
+        part = self._learner or self._syncer
+        assert part is not None
         assert self._node is not None
         hurry = because != "finished"
         if self._work is not None:
             self._work.close(LEAVE_SECONDS)
         try:
-            if self._in_place and because != "failed":
+            if self._learner is not None and self._in_place and because != "failed":
                 self._learner.committed(self._params)
-            left = self._learner.leave(because)
+            left = part.leave(because)
         finally:
             self._node.leave(LEAVE_SECONDS if hurry else self._patience, hurry=hurry)
         self._node.emit(left)
 
     def _abandon(self) -> None:
         """Joining failed."""
-        self._learner = None
+        self._learner = self._syncer = None
         if self._work is not None:
             self._work.close(LEAVE_SECONDS)
         if self._node is not None:
@@ -229,7 +254,7 @@ class Session:
             store,
             self._clock,
             scratch=scratch,
-            initial=lambda: initial_state(self._schema, self._initial_values()),
+            initial=self._initial_state,
             check_stop=self._check_stop,
             small=small_requests(store, self.algorithm.rules().small_seconds),
         )
@@ -238,11 +263,16 @@ class Session:
 
     def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
         manifest, data, created = self._find_run(store, performer)
+        schema = self._schema = Schema.of_manifest(manifest)
         keys = Keys(manifest.run)
         birth = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
-        chain, newest = newest_values(
-            performer, performer.library(self._schema), manifest, data, birth.listed
-        )
+        newest: dict[str, np.ndarray] = {}
+        if trains(self._role):
+            chain, newest = newest_values(
+                performer, performer.library(schema), manifest, data, birth.listed
+            )
+        else:
+            chain = performer.run(joining.read_chain(manifest, data, birth.listed))
         old = performer.run(joining.find_old(keys, chain.read, birth.listed))
         life = birth.life
         self._node = Node(
@@ -252,34 +282,49 @@ class Session:
                 manifest_data=data,
                 chain=chain,
                 birth=birth,
-                schema=self._schema,
+                schema=schema,
                 algorithm=self.algorithm,
                 scratch=scratch,
             ),
             clock=self._clock,
             poll_seconds=self._poll_interval,
-            can_close=True,
+            role=self._role,
             callbacks=self._callbacks,
             shelf=old,
         )
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
-        self._learner = Learner(
-            self._node, self._holder, self._clock, newest, check_stop=self._check_stop
-        )
-        self._params = self._learner.open(self._params)
+        self._open_part(self._node, newest)
         self._node.emit(
             events.Joined(
                 node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
             )
         )
+        if self._learner is None:
+            return
         self._work = Work(
             self._node, self._learner, self._clock, self._waiting(), self._clock.fresh()
         )
         if self._ranks is not None:
             self._params, self._rank = self._work.take_rank(self._params, self._ranks)
 
+    def _open_part(self, node: Node, newest: dict[str, np.ndarray]) -> None:
+        """What the node does in the user's thread."""
+        if not trains(self._role):
+            self._syncer = Syncer(node, self._clock, check_stop=self._check_stop)
+            self._syncer.open()
+            return
+        self._learner = Learner(
+            node, self._holder, self._clock, newest, check_stop=self._check_stop
+        )
+        self._params = self._learner.open(self._params)
+
     def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
+        if not self._brings_model:
+            data = performer.run(joining.await_manifest(self._waiting()))
+            manifest = manifest_of(store, data)
+            self.algorithm.check_against(manifest.algorithm)
+            return manifest, data, False
         creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
 
         def describe(checkpoint: Checkpoint) -> Manifest:
@@ -290,7 +335,7 @@ class Session:
                 tensors=self._schema.tensors,
                 plan=self._schema.plan,
                 checkpoint=checkpoint,
-                closer=self._node_id,
+                closer=self._node_id if closes(self._role) else "",
                 write_id=creator.name,
             )
 
@@ -299,14 +344,14 @@ class Session:
         manifest = manifest_of(store, data)
         self.algorithm.check_against(manifest.algorithm)
         self._schema.check_against(manifest)
-        self._schema = Schema.of_manifest(manifest)
         return manifest, data, created
 
-    def _initial_values(self) -> dict[str, np.ndarray]:
+    def _initial_state(self) -> RunState:
+        """What the run begins from, should this node create it."""
         names = [spec.name for spec in self._schema.tensors]
-        leaves = self._holder.get(self._params, names)
-        host = jax.device_get(leaves)
-        return {name: np.array(leaf) for name, leaf in zip(names, host, strict=True)}
+        host = jax.device_get(self._holder.get(self._params, names))
+        values = {name: np.array(leaf) for name, leaf in zip(names, host, strict=True)}
+        return initial_state(self._schema, values)
 
     def _waiting(self) -> joining.Waiting:
         algorithm = self.algorithm
@@ -409,7 +454,11 @@ class Session:
                 "with that state."
             )
 
-    def run(self, step: Callable[[Any, Any], Any], data: Iterable[Any] | SharedQueue) -> Any:
+    def run(
+        self,
+        step: Callable[[Any, Any], Any] | None = None,
+        data: Iterable[Any] | SharedQueue | None = None,
+    ) -> Any:
         """Calls `step` for each item of `data` and does the session's part after each.
 
         `step(params, item)` returns the parameters and the samples it trained on; for a module
@@ -418,7 +467,16 @@ class Session:
 
         `data` is any iterable, or a `SharedQueue`, whose units the nodes of the run divide among
         themselves: then it ends once every unit is complete.
+
+        A syncer calls it with nothing, `session.run()`: it closes rounds until a signal comes or,
+        with `leave_with_run`, until every learner that it has met is gone.
         """
+        if self._syncer is not None:
+            _check_nothing_to_train(step, data)
+            self._syncer.run(with_run=self._leave_with_run, patience=self._patience)
+            return None
+        if step is None or data is None:
+            raise UsageError("There is nothing to train on: call `session.run(step, data)`.")
         self._params = self.params
         if isinstance(data, SharedQueue):
             self._run_queue(step, data)
@@ -482,6 +540,11 @@ class Session:
 
     def _live(self) -> Learner:
         if self._learner is None:
+            if self._syncer is not None:
+                raise UsageError(
+                    "This node is a syncer: it trains nothing and holds no parameters. Call "
+                    "`session.run()`, and read the model with `jdiloco.load(mailbox, like=params)`."
+                )
             raise UsageError("The session has not been entered. Use it in a `with` statement.")
         return self._learner
 
@@ -532,6 +595,23 @@ def _check_arguments(algorithm: Any, mailbox: Any, callbacks: Any) -> None:
         raise UsageError(
             f"`callbacks` is {callbacks!r:.80}. Pass a sequence of functions of one event, "
             "`callbacks=(jdiloco.log_events,)`, or () for none."
+        )
+
+
+def _check_role(role: Any, params: Any) -> None:
+    if role not in ROLES:
+        raise UsageError(f"`role` must be one of {', '.join(map(repr, ROLES))}, got {role!r}.")
+    if params is None and trains(role):
+        raise UsageError(
+            f"`params` is None, and a node of role {role!r} trains. Pass the parameters or the "
+            "module, or use role='syncer' for a node that only closes rounds."
+        )
+
+
+def _check_nothing_to_train(step: Any, data: Any) -> None:
+    if step is not None or data is not None:
+        raise UsageError(
+            "A syncer trains nothing: call `session.run()`, or open the session with another role."
         )
 
 

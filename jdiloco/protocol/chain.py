@@ -25,7 +25,7 @@ from jdiloco.protocol.records import (
     Timing,
     sha256,
 )
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import NO_CLOSER, Life
 from jdiloco.protocol.schedule import fragment_of
 
 
@@ -70,7 +70,7 @@ def begin(manifest: Manifest, data: bytes) -> Chain:
         bases=(digest,) * count,
         records=(None,) * count,
         versions=(0,) * count,
-        named=Life(manifest.closer, 1),
+        named=Life(manifest.closer, 1) if manifest.closer else NO_CLOSER,
         timing=Timing(),
         checkpoint=manifest.checkpoint,
     )

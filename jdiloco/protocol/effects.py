@@ -267,6 +267,16 @@ class Follow(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Pause(Effect):
+    """Tell the learner to leave training to others until `Resume`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resume(Effect):
+    """Tell the learner to train again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Save(Effect):
     """Write a run checkpoint of the values after `round` under `prefix`."""
 

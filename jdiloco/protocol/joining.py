@@ -494,6 +494,13 @@ def read_manifest() -> Steps[bytes | None]:
     return (yield Get(MANIFEST))
 
 
+def await_manifest(waiting: Waiting) -> Steps[bytes]:
+    """The manifest's bytes, once somebody has created the run."""
+    while (data := (yield Get(MANIFEST))) is None:
+        yield Sleep(waiting.poll_seconds)
+    return data
+
+
 def read_chain(
     manifest: Manifest, data: bytes, listed: Iterable[str] | None = None
 ) -> Steps[Chain]:

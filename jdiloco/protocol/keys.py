@@ -32,7 +32,17 @@ from jdiloco.errors import UsageError
 MANIFEST = "manifest"
 CREATING = "creating/"
 NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-PHASES = ("joining", "training", "waiting", "resting", "finished", "syncing", "left")
+PHASES = (
+    "joining",
+    "training",
+    "waiting",
+    "resting",
+    "closing",
+    "finished",
+    "syncing",
+    "left",
+)
+"""`closing` is a learner that leaves training to others, `syncing` a dedicated syncer."""
 MARKS = ("", "back", "done")
 
 

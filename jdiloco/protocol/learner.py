@@ -5,6 +5,7 @@
     follow     Snapshot (the others are waiting for this one)
     report     Snapshot (others have to see how far this one is)
     committed  Align, Revert, Drop; then Snapshot when a round was waiting for it
+    pause      training is left to others until `resume`
     finish     Snapshot with what is left, when it flushes
     leave      Drop
 
@@ -53,6 +54,7 @@ class LearnerState:
     last_call: int = 0  # Steps that the newest `trained` covered.
     follow: int = -1  # A round to publish as soon as there is anything to publish.
     reporting: bool = False  # The next round is published as soon as it may be.
+    paused: bool = False  # This node closes rounds, and leaves training to others.
     finishing: bool = False
     flush: bool = False
     reverted_at: int = -1  # The step after which all fragments last went back to their anchors.
@@ -108,6 +110,15 @@ def waiting_for(state: LearnerState) -> int | None:
         return None
     late = [item.round for item in outstanding(state) if state.steps - item.at_step >= limit]
     return min(late, default=None)
+
+
+def held_up(state: LearnerState) -> str:
+    """The phase in which training stands still; "" while it does not."""
+    if state.finishing:
+        return ""
+    if state.paused:
+        return "closing"
+    return "" if waiting_for(state) is None else "waiting"
 
 
 def steps_to_due(state: LearnerState) -> int | None:
@@ -169,6 +180,16 @@ def report(state: LearnerState) -> tuple[LearnerState, tuple[Effect, ...]]:
     work. A round in which it has nothing to say is reported to all the same: what counts is that.
     """
     return _publish(replace(state, reporting=True))
+
+
+def pause(state: LearnerState) -> LearnerState:
+    """No step is trained until `resume`; commits are read and aligned all the same."""
+    return replace(state, paused=True)
+
+
+def resume(state: LearnerState) -> LearnerState:
+    """Goes on from the newest values."""
+    return replace(state, paused=False)
 
 
 def finish(state: LearnerState, *, flush: bool) -> tuple[LearnerState, tuple[Effect, ...]]:

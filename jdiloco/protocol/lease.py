@@ -24,6 +24,11 @@ class Lease:
     still: float = 0.0  # Seconds for which the step has been the same.
     step_seconds: float | None = None  # Its usual step, as seen from here.
 
+    @property
+    def phase(self) -> str:
+        """What it did when it last beat, "" before it ever has."""
+        return self.beat.phase if self.beat is not None else ""
+
     def seen(self, beat: BeatKey | None, elapsed: float) -> Lease:
         """One listing later, which shows `beat`. An older one than is known is no sign of life."""
         if beat is None or (self.beat is not None and beat.beat <= self.beat.beat):
@@ -107,7 +112,10 @@ class Verdict:
     """What the rest of the protocol knows of the others."""
 
     live: frozenset[Life] = frozenset()
-    expected: frozenset[Life] = frozenset()
+    expected: frozenset[Life] = frozenset()  # Learners that rounds wait for.
+    learners: frozenset[Life] = frozenset()  # Live, and training now or about to.
+    paused: frozenset[Life] = frozenset()  # Of them, those that close rounds until others stop.
+    syncers: frozenset[Life] = frozenset()  # Live, and closing rounds alone.
     newest: tuple[tuple[str, int], ...] = ()  # The highest incarnation seen of each node.
 
     def newer(self, life: Life) -> int | None:
@@ -124,8 +132,16 @@ def judge(leases: Leases, rules: Rules, *, before: Verdict = NOBODY) -> Verdict:
     newest = dict(before.newest)
     for life in leases:
         newest[life.node] = max(life.incarnation, newest.get(life.node, 0))
+    live = frozenset(life for life, lease in leases.items() if lease.live(rules))
+
+    def phased(*phases: str) -> frozenset[Life]:
+        return frozenset(life for life in live if leases[life].phase in phases)
+
     return Verdict(
-        live=frozenset(life for life, lease in leases.items() if lease.live(rules)),
+        live=live,
         expected=frozenset(life for life, lease in leases.items() if lease.expected(rules)),
+        learners=phased("joining", "training", "waiting", "resting", "closing"),
+        paused=phased("closing"),
+        syncers=phased("syncing"),
         newest=tuple(sorted(newest.items())),
     )

@@ -117,7 +117,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]  # In canonical order.
     plan: tuple[tuple[str, ...], ...]  # Names per fragment.
     checkpoint: Checkpoint
-    closer: str  # Of round 0.
+    closer: str  # Of round 0; "" when its creator closes none: whoever can may take it.
     write_id: str
 
 

@@ -37,6 +37,20 @@ class Rules:
         return self.beat_seconds / 3
 
 
+ROLES = ("both", "learner", "syncer", "either")
+"""What a node does: trains and closes rounds, one of the two, or trains until it is elected."""
+
+
+def trains(role: str) -> bool:
+    """Whether a node of this role may train."""
+    return role != "syncer"
+
+
+def closes(role: str) -> bool:
+    """Whether a node of this role may close rounds."""
+    return role != "learner"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Life:
     """One incarnation of a node: who does something, and in which of its lives."""
@@ -46,3 +60,7 @@ class Life:
 
     def __str__(self) -> str:
         return f"{self.node}.{self.incarnation:04}"
+
+
+NO_CLOSER = Life("", 0)
+"""Who closes round 0 of a run that a node created which closes none."""

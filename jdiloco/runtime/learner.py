@@ -30,7 +30,7 @@ from jdiloco.protocol.records import ContributionHead, Covered
 from jdiloco.runtime import alignment
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
-from jdiloco.runtime.node import Commit, Followed, Halt, Node, ToLearner
+from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
 from jdiloco.runtime.parameters import Holder, in_reach, placed
 from jdiloco.runtime.payloads import Tensors
 
@@ -140,8 +140,8 @@ class Learner:
         self._settle_steps()
         self._state, effects = machine.trained(self._state, steps=0, samples=0, last_call=steps)
         params = self._perform(params, effects, {})
-        while (round := machine.waiting_for(self._state)) is not None:
-            params = self._wait(params, round)
+        if machine.held_up(self._state):
+            params = self._wait(params)
         self._plan()
         self._tell("training")
         return params
@@ -207,6 +207,10 @@ class Learner:
                     raise error
                 case Followed(round):
                     self._state, _ = machine.follow(self._state, round)
+                case Paused():
+                    self._state = machine.pause(self._state)
+                case Resumed():
+                    self._state = machine.resume(self._state)
                 case Commit(record):
                     chosen = newest.get(record.fragment) is item
                     params = self._commit(params, item, item.values if chosen else None)
@@ -232,11 +236,17 @@ class Learner:
         leaves = self._holder.get(params, self._names[news.fragment])
         return alignment.is_finite(leaves, self._anchors[news.fragment])
 
-    def _wait(self, params: Any, round: int) -> Any:
-        """Training pauses for a commit. Time that passes so is no training time."""
-        self.emit(events.Waiting(node=self._state.life.node, round=round))
-        self._tell("waiting")
-        while machine.waiting_for(self._state) is not None:
+    def _wait(self, params: Any) -> Any:
+        """Training stands still. Time that passes so is no training time."""
+        told = ""
+        while phase := machine.held_up(self._state):
+            self._tell(phase)
+            round = machine.waiting_for(self._state)
+            if phase != told and round is not None and phase == "waiting":
+                self.emit(events.Waiting(node=self._state.life.node, round=round))
+            if phase != told and phase == "closing":
+                self._node.wake()  # Nobody is to wait for a learner that has stopped.
+            told = phase
             params = self._take(params, self._await())
         self._paced_at = self._clock.now()
         return params
@@ -451,7 +461,7 @@ class Learner:
         if not with_run:
             return False
         member = self._node.state
-        others = [life for life in member.verdict.expected if life != member.me]
+        others = (member.verdict.expected | member.verdict.paused) - {member.me}
         if others:
             self._heard_at = self._clock.now()  # They train; that is no reason to give up.
         open_rounds = [key.round for key in member.contributions]

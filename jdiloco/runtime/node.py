@@ -48,7 +48,7 @@ from jdiloco.protocol.records import (
     RoundRecord,
     unseal,
 )
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import Life, trains
 from jdiloco.protocol.sweep import Shelf
 from jdiloco.runtime import checkpoints, contributions
 from jdiloco.runtime.algorithm import DiLoCo
@@ -91,6 +91,16 @@ class Followed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Paused:
+    """For the learner: it leaves training to others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """For the learner: it trains again."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Halt:
     """For the learner: this node must not go on."""
 
@@ -102,7 +112,7 @@ class Woken:
     """For the learner: something else that it waits for may have happened."""
 
 
-ToLearner = Commit | Followed | Halt | Woken
+ToLearner = Commit | Followed | Paused | Resumed | Halt | Woken
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +142,7 @@ class Node:
         *,
         clock: Clock,
         poll_seconds: float,
-        can_close: bool,
+        role: str,
         callbacks: Iterable[Callable[[events.Event], None]],
         shelf: Shelf,
     ) -> None:
@@ -152,7 +162,7 @@ class Node:
             place.algorithm.rules(),
             place.chain,
             poll_seconds=poll_seconds,
-            can_close=can_close,
+            role=role,
             build=this_build(),
             now=clock.now(),
             beat=place.birth.beat,
@@ -433,7 +443,7 @@ class Node:
         """Here and not on the closing thread: what it is for is delivered next."""
         record = effect.record
         values = self._closer.take_values(record.round)
-        if values is not None and effect.own:
+        if values is not None and effect.own and trains(self._state.role):
             self._ready[record.round] = values
         self._workers["close"].submit(lambda: self._closer.committed(record, own=effect.own))
 
@@ -469,6 +479,14 @@ class Node:
 
     def _follow(self, effect: fx.Follow) -> None:
         self.to_learner.put(Followed(effect.round))
+
+    def _pause(self, effect: fx.Pause) -> None:
+        del effect
+        self.to_learner.put(Paused())
+
+    def _resume(self, effect: fx.Resume) -> None:
+        del effect
+        self.to_learner.put(Resumed())
 
     # Housekeeping
 
@@ -556,6 +574,8 @@ _PERFORM: dict[type, Callable] = {
     fx.Took: Node._took,
     fx.Deliver: Node._deliver,
     fx.Follow: Node._follow,
+    fx.Pause: Node._pause,
+    fx.Resume: Node._resume,
     fx.Save: Node._save,
     fx.Delete: Node._delete,
     fx.DeleteUnder: Node._delete_under,

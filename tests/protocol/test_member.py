@@ -46,7 +46,7 @@ def start(*, closer: str = "a", **rules) -> MemberState:
         dataclasses.replace(RULES, **rules),
         chains.begin(manifest, seal(MANIFEST, manifest)),
         poll_seconds=POLL,
-        can_close=True,
+        role="both",
         build=BUILD,
         now=0.0,
     )

@@ -286,7 +286,7 @@ def test_closers_that_leave_one_after_another_do_not_stop_the_others():
 
 
 def test_a_node_that_cannot_close_leaves_the_closing_to_others():
-    plans = (Plan(node="a"), Plan(node="b", can_close=False, starts=1.0))
+    plans = (Plan(node="a"), Plan(node="b", role="learner", starts=1.0))
     _, facts = run(scenario(*plans, quorum_size=2))
     assert {record.closer for record in facts.in_order} == {"a"}
 

@@ -14,6 +14,7 @@ beats. `closing` holds the part that sees no time.
     listen   polls, beats, and what a listing shows
     follow   round records in order, deliveries to the learner, this node's contributions
     close    closing a round, taking one over
+    elect    who closes next, who trains meanwhile
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from typing import Any
 from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Phase
-from jdiloco.protocol.member import close, follow, listen
+from jdiloco.protocol.member import close, elect, follow, listen
+from jdiloco.protocol.member.elect import is_over
 from jdiloco.protocol.member.state import MemberState, Turn, start
 
-__all__ = ["MemberState", "start", "step", "wake_at"]
+__all__ = ["MemberState", "is_over", "start", "step", "wake_at"]
 
 
 def step(state: MemberState, event: fx.Event) -> tuple[MemberState, tuple[fx.Effect, ...]]:
@@ -43,6 +45,7 @@ def step(state: MemberState, event: fx.Event) -> tuple[MemberState, tuple[fx.Eff
 
 def _advance(turn: Turn) -> None:
     """What follows from any change. Nothing is asked of a store that has just failed."""
+    elect.elect(turn)
     listen.beat(turn)
     if turn.now < turn.state.hold:
         return

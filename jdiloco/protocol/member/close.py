@@ -11,13 +11,16 @@ from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Closing, Phase, Report
 from jdiloco.protocol.keys import ClaimKey, write_id
+from jdiloco.protocol.member.elect import next_closer, pass_over
 from jdiloco.protocol.member.follow import take_record, write
 from jdiloco.protocol.member.state import MemberState, Turn, Waits, has_ended, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import NO_CLOSER, Life
 
 MOST_DOUBLINGS = 10
 """Of the wait before a takeover, whatever number a claim has."""
+
+OVERDUE = "the round is overdue"
 
 TAKEOVER_POLLS = 10
 """A round is never thought overdue before so many polls."""
@@ -146,7 +149,7 @@ def _write_record(turn: Turn, closing: Closing, merged: fx.Merged | None = None)
         closing,
         state.me,
         expected=len(state.verdict.expected | {report.life for report in closing.reports}),
-        next_closer=_next_closer(state),
+        next_closer=next_closer(state),
         timing=_timing(state, closing),
         anchor=merged.anchor if merged else None,
         outer=merged.outer if merged else None,
@@ -169,16 +172,6 @@ def on_record_sent(turn: Turn, event: fx.RecordSent) -> None:
     turn.set(closing=closings.doubted(closing))
     if event.created is None:
         turn.degrade("writing a round record got no clear answer")
-
-
-def _next_closer(state: MemberState) -> Life:
-    """A dedicated syncer that is live, or this node."""
-    syncers = [
-        life
-        for life in state.verdict.live
-        if (beat := state.leases[life].beat) is not None and beat.phase == "syncing"
-    ]
-    return state.me if state.me in syncers or not syncers else min(syncers)
 
 
 def _timing(state: MemberState, closing: Closing) -> Timing:
@@ -232,6 +225,8 @@ def _take_over(turn: Turn) -> None:
 def _why_take_over(turn: Turn) -> str:
     state = turn.state
     closing = state.closing
+    if closing.closer == NO_CLOSER:
+        return "the run names no closer"
     if has_ended(state, closing.closer):
         return "its lease has ended"
     if not closings.seems_closable(closing, state.rules, state.verdict):
@@ -243,7 +238,7 @@ def _why_take_over(turn: Turn) -> str:
         return ""
     usual = max(3 * (state.chain.timing.commit or 0.0), TAKEOVER_POLLS * state.poll_seconds)
     patience = usual * 2 ** min(closing.claims, MOST_DOUBLINGS) + grace(state)
-    return "the round is overdue" if turn.now >= since + patience else ""
+    return OVERDUE if turn.now >= since + patience else ""
 
 
 def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
@@ -273,6 +268,8 @@ def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
                 because=claim.because,
             )
         )
+    if claim.because == OVERDUE:
+        turn.set(passed_over=pass_over(state, named, event.round))
     turn.set(
         closing=closings.claimed(state.closing, event.number, claimant, state.me),
         waits=replace(state.waits, seemed_closable=None),

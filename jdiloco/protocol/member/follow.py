@@ -16,6 +16,7 @@ from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.member.state import Sending, Turn, Waits, mix
 from jdiloco.protocol.records import RoundRecord, unseal
+from jdiloco.protocol.rules import Life, trains
 
 
 def read_next_record(turn: Turn) -> None:
@@ -78,6 +79,9 @@ def take_record(turn: Turn, data: bytes) -> None:
         ),
         waits=Waits(opened=turn.now),
         claiming=False,
+        passed_over=tuple(
+            item for item in state.passed_over if item[0] != Life(record.closer, record.incarnation)
+        ),
         shelf=sweep.shelve(state.shelf, record),
     )
     _drop_sending(turn, record)
@@ -116,6 +120,8 @@ def _announce(turn: Turn, record: RoundRecord) -> None:
 
 def _queue(turn: Turn, record: RoundRecord) -> None:
     """Queues a record; of several versions of a fragment only the newest needs its values."""
+    if not trains(turn.state.role):
+        return
     queue = list(turn.state.queue)
     started = 1 if turn.state.delivering else 0
     if not record.void:

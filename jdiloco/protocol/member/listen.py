@@ -9,7 +9,7 @@ from jdiloco.protocol import effects as fx
 from jdiloco.protocol import lease
 from jdiloco.protocol.keys import BeatKey, ClaimKey, ContributionKey, RecordKey
 from jdiloco.protocol.member.state import CHECK_LEASES, MemberState, Turn
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import NO_CLOSER, Life
 
 
 def poll(turn: Turn) -> None:
@@ -51,7 +51,8 @@ def on_beaten(turn: Turn, event: fx.Beaten) -> None:
 def on_progress(turn: Turn, event: fx.Progress) -> None:
     """A new phase is told at once when others would wait for this node, else with the next beat."""
     state = turn.state
-    urgent = event.phase != state.phase and event.phase in ("resting", "finished", "left")
+    told_at_once = ("resting", "closing", "finished", "left")
+    urgent = event.phase != state.phase and event.phase in told_at_once
     started = state.phase == "joining"
     turn.set(phase=event.phase, train_step=event.step, next_round=event.next_round)
     if urgent or started:
@@ -73,15 +74,17 @@ def on_listed(turn: Turn, event: fx.Listed) -> None:
         state.leases,
         beats,
         min(elapsed, 2 * state.poll_seconds),
-        named=(state.closing.closer, *state.watched),
+        named={state.closing.closer, *state.watched} - {NO_CLOSER},
     )
+    verdict = lease.judge(leases, state.rules, before=state.verdict)
     turn.set(
         listed=turn.now,
         beats=beats,
         contributions=contributions,
         records_to=max([state.records_to, *records]),
         leases=leases,
-        verdict=lease.judge(leases, state.rules, before=state.verdict),
+        verdict=verdict,
+        met_learner=state.met_learner or bool(verdict.learners - {state.me}),
         closing=closings.reported(state.closing, contributions),
     )
     _see_own_life(turn)

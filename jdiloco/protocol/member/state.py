@@ -16,7 +16,7 @@ from jdiloco.protocol.closing import Closing
 from jdiloco.protocol.keys import BeatKey, ContributionKey, Keys
 from jdiloco.protocol.lease import Lease, Verdict
 from jdiloco.protocol.records import Build, RoundRecord
-from jdiloco.protocol.rules import Life, Rules
+from jdiloco.protocol.rules import Life, Rules, closes
 
 CHECK_LEASES = 10
 """A node looks whether the mailbox still holds its run once in so many lease timeouts."""
@@ -56,7 +56,7 @@ class MemberState:
     rules: Rules
     keys: Keys
     poll_seconds: float
-    can_close: bool
+    role: str  # One of `rules.ROLES`.
     build: Build
     chain: Chain
     closing: Closing
@@ -74,6 +74,7 @@ class MemberState:
     reading: bool = False
     claiming: bool = False
     reading_claim: bool = False
+    passed_over: tuple[tuple[Life, int], ...] = ()  # Syncers, and in which round.
     saving: bool = False
     save_number: int = 0
     checking: bool = False
@@ -91,6 +92,8 @@ class MemberState:
     attempts: int = 0
     sending: tuple[Sending, ...] = ()
     followed: int = -1
+    paused: bool = False  # Its learner was told to leave training to others.
+    met_learner: bool = False  # Another node has been seen that trains.
     queue: tuple[tuple[RoundRecord, bool], ...] = ()  # To deliver, and whether with values.
     delivering: bool = False
     unlisted: tuple[ContributionKey, ...] = ()  # Late, and perhaps still on their way.
@@ -101,6 +104,11 @@ class MemberState:
     hold: float = 0.0  # What failed is not tried again before this.
     stopped: bool = False
 
+    @property
+    def can_close(self) -> bool:
+        """Whether this node closes rounds at all."""
+        return closes(self.role)
+
 
 def start(
     me: Life,
@@ -108,7 +116,7 @@ def start(
     chain: Chain,
     *,
     poll_seconds: float,
-    can_close: bool,
+    role: str,
     build: Build,
     now: float,
     beat: int = 1,
@@ -124,10 +132,10 @@ def start(
         rules=rules,
         keys=Keys(chain.run),
         poll_seconds=poll_seconds,
-        can_close=can_close,
+        role=role,
         build=build,
         chain=chain,
-        closing=closings.opened(chain.round, chain.named, me, can_close=can_close),
+        closing=closings.opened(chain.round, chain.named, me, can_close=closes(role)),
         waits=Waits(opened=now),
         records_to=chain.read,
         beat=beat,

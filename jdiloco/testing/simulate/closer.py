@@ -19,12 +19,15 @@ from jdiloco.protocol.records import (
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate import values
 from jdiloco.testing.simulate.mailbox import Mailbox
+from jdiloco.testing.simulate.scenario import Plan
 from jdiloco.testing.simulate.values import Delta, Values
-from jdiloco.testing.simulate.world import Operation, Sleep
+from jdiloco.testing.simulate.world import Operation, Process, Sleep
 
 Asking = Generator[Operation, Any, Any]
 
 SETTLE_WAITS = (0.1, 0.3)
+NEVER = 1e6
+"""Seconds, longer than any run."""
 
 
 def create_owned(mailbox: Mailbox, key: str, data: bytes) -> Asking:
@@ -83,10 +86,11 @@ def write_checkpoint(mailbox: Mailbox, prefix: str, state: list[Values], round: 
 class Closer:
     """What one node holds of the versions it closes."""
 
-    def __init__(self, mailbox: Mailbox, keys: Keys, merge_seconds: float) -> None:
+    def __init__(self, mailbox: Mailbox, keys: Keys, process: Process, plan: Plan) -> None:
         self._mailbox = mailbox
         self._keys = keys
-        self._merge_seconds = merge_seconds
+        self._process = process
+        self._plan = plan
         self._held: dict[int, tuple[int, Values]] = {}  # Per fragment: whose round, and its value.
         self._measured: dict[ContributionKey, tuple[Delta, str]] = {}
         self._made: dict[int, Values] = {}
@@ -109,7 +113,8 @@ class Closer:
 
     def merge(self, request: fx.Merge, checkpoint: Checkpoint) -> Asking:
         """Returns the payloads, uploaded, and the cosine."""
-        yield Sleep(self._merge_seconds)
+        stuck = self._process.world.now >= self._plan.stuck
+        yield Sleep(NEVER if stuck else self._plan.merge_seconds)
         base = yield from self._load(request.fragment, request.base, checkpoint)
         self._held.pop(request.fragment)
         found = [self._measured[key][1] for key in request.contributions]

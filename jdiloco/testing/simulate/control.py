@@ -15,6 +15,7 @@ from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.joining import Birth, Look
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
 from jdiloco.protocol.records import Build, ContributionHead, Manifest, RoundRecord, unseal
+from jdiloco.protocol.rules import trains
 from jdiloco.protocol.work import View, view
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate.closer import (
@@ -66,12 +67,12 @@ class Control:
             scenario.rules,
             chain,
             poll_seconds=scenario.poll_seconds,
-            can_close=plan.can_close,
+            role=plan.role,
             build=BUILD,
             now=process.now,
             beat=birth.beat,
         )
-        self._closer = Closer(mailbox, self.state.keys, plan.merge_seconds)
+        self._closer = Closer(mailbox, self.state.keys, process, plan)
         self._small, self._upload, self._close, self._deliver, self._save = (
             Worker(process) for _ in range(5)
         )
@@ -292,7 +293,7 @@ class Control:
         world = self._process.world
         self._write(Took(world.now, self._process.name, effect.record, effect.own))
         made = self._closer.take_value(effect.record.round)
-        if made is not None and effect.own:
+        if made is not None and effect.own and trains(self.state.role):
             self._ready[effect.record.round] = made
 
         def job() -> Asking:
@@ -332,6 +333,14 @@ class Control:
 
     def _follow(self, effect: fx.Follow) -> None:
         self.to_learner.put(effect.round)
+
+    def _pause(self, effect: fx.Pause) -> None:
+        del effect
+        self.to_learner.put(True)
+
+    def _resume(self, effect: fx.Resume) -> None:
+        del effect
+        self.to_learner.put(False)
 
     # Housekeeping
 
@@ -378,8 +387,8 @@ class Control:
         self.to_learner.put(effect.error)
 
 
-ToLearner = tuple[RoundRecord, Values | None] | int | Exception | None
-"""A record and its value; a round to follow; an error; or news of shared work."""
+ToLearner = tuple[RoundRecord, Values | None] | int | bool | Exception | None
+"""A record and its value; a round to follow; whether to pause; an error; or news of shared work."""
 
 _PERFORM: dict[type, Callable[[Control, Any], None]] = {
     fx.Poll: Control._poll,
@@ -396,6 +405,8 @@ _PERFORM: dict[type, Callable[[Control, Any], None]] = {
     fx.Took: Control._took,
     fx.Deliver: Control._deliver_one,
     fx.Follow: Control._follow,
+    fx.Pause: Control._pause,
+    fx.Resume: Control._resume,
     fx.Save: Control._save_run,
     fx.Delete: Control._delete,
     fx.DeleteUnder: Control._delete_under,

@@ -163,16 +163,21 @@ class Learner:
         self._settle()
         self.state, effects = machine.trained(self.state, steps=0, samples=0, last_call=1)
         self._perform(effects, {})
-        while (round := machine.waiting_for(self.state)) is not None:
-            yield from self._wait(round)
+        if machine.held_up(self.state):
+            yield from self._wait()
         self._plan_next()
         self._tell("training")
 
-    def _wait(self, round: int) -> Asking:
-        self._control.emit(events.Waiting(node=self.state.life.node, round=round))
-        self._tell("waiting")
-        began = self._process.now
-        while machine.waiting_for(self.state) is not None:
+    def _wait(self) -> Asking:
+        began, told = self._process.now, ""
+        while phase := machine.held_up(self.state):
+            self._tell(phase)
+            round = machine.waiting_for(self.state)
+            if phase != told and round is not None and phase == "waiting":
+                self._control.emit(events.Waiting(node=self.state.life.node, round=round))
+            if phase != told and phase == "closing":
+                self._control.wake()
+            told = phase
             self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
         self._asleep += self._process.now - began
 
@@ -199,7 +204,9 @@ class Learner:
         for item in items:
             if isinstance(item, JDilocoError):
                 raise item
-            if isinstance(item, int):
+            if isinstance(item, bool):
+                self.state = (machine.pause if item else machine.resume)(self.state)
+            elif isinstance(item, int):
                 self.state, _ = machine.follow(self.state, item)
             elif isinstance(item, tuple):
                 record, value = item
@@ -296,7 +303,7 @@ class Learner:
         if not self._plan.leave_with_run:
             return False
         member = self._control.state
-        others = [life for life in member.verdict.expected if life != member.me]
+        others = (member.verdict.expected | member.verdict.paused) - {member.me}
         if others:
             self._heard_at = self._process.now
         open_rounds = [key.round for key in member.contributions]

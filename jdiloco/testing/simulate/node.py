@@ -11,7 +11,7 @@ from jdiloco.protocol import joining
 from jdiloco.protocol.joining import Steps, Waiting
 from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import Life, closes, trains
 from jdiloco.testing.simulate import values
 from jdiloco.testing.simulate.closer import Asking, read_value, write_checkpoint
 from jdiloco.testing.simulate.control import Control
@@ -19,6 +19,7 @@ from jdiloco.testing.simulate.history import Entry, Fate
 from jdiloco.testing.simulate.learner import Learner
 from jdiloco.testing.simulate.mailbox import Mailbox
 from jdiloco.testing.simulate.scenario import Death, Plan, Scenario
+from jdiloco.testing.simulate.syncer import Syncer
 from jdiloco.testing.simulate.values import Values
 from jdiloco.testing.simulate.work import Shared
 from jdiloco.testing.simulate.world import Process, Sleep, Slot, Take, World
@@ -102,17 +103,17 @@ class Node(Process):
 
     def _live(self) -> Asking:
         try:
-            control, learner = yield from self._join()
+            control, part = yield from self._join()
         except (JDilocoError, StoreUnavailable) as error:
             self._end(f"{type(error).__name__}: {error}", joined=False)
             return
         because = "finished"
         try:
-            yield from learner.train()
-            yield from learner.finish()
+            yield from part.train()
+            yield from part.finish()
         except JDilocoError as error:
             because = f"{type(error).__name__}: {error}"
-        learner.leave("finished" if because == "finished" else "failed")
+        part.leave("finished" if because == "finished" else "failed")
         yield from control.leave(LEAVE_SECONDS)
         self._end(because, joined=True)
 
@@ -133,7 +134,12 @@ class Node(Process):
         person = joining.Person(self.plan.node, "host", 1, "simulated", name)
         keys = Keys(manifest.run)
         birth = yield from self._perform(joining.take_up_life(keys, person, waiting))
-        chain, held = yield from self._newest(manifest, data, birth.listed)
+        only_closes = not trains(self.plan.role)
+        if only_closes:
+            read = joining.read_chain(manifest, data, birth.listed)
+            chain, held = (yield from self._perform(read)), []
+        else:
+            chain, held = yield from self._newest(manifest, data, birth.listed)
         life = birth.life
         control = Control(
             self,
@@ -147,6 +153,9 @@ class Node(Process):
         self._control = control
         if created:
             control.emit(events.RunCreated(node=life.node, run=manifest.run))
+        if only_closes:
+            self.fate("joined", f"as {life} at round {chain.round}")
+            return control, Syncer(self, control, self._scenario, self.plan)
         learner = Learner(
             self,
             control,
@@ -188,7 +197,7 @@ class Node(Process):
                 tensors=(),
                 plan=tuple((f"w{i}",) for i in range(self._scenario.rules.fragments)),
                 checkpoint=checkpoint,
-                closer=self.plan.node,
+                closer=self.plan.node if closes(self.plan.role) else "",
                 write_id=creator.name,
             )
 

@@ -27,7 +27,10 @@ class Death:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One node: its work and its misfortunes."""
+    """One node: its work and its misfortunes.
+
+    A dedicated syncer stays for as long as its steps would take, or leaves with its run.
+    """
 
     node: str
     steps: int = 40  # Of each life, each on the next row of the node's own data.
@@ -36,9 +39,10 @@ class Plan:
     starts: float = 0.0
     compile_seconds: float = 0.0
     clock: float = 0.0  # What its own clock shows when the world's shows zero.
-    can_close: bool = True
+    role: str = "both"
     leave_with_run: bool = False
     merge_seconds: float = 0.0
+    stuck: float = float("inf")  # From then on its closing hangs, though it beats.
     nan_steps: tuple[int, ...] = ()  # After these its parameters are not finite.
     hangs: tuple[tuple[int, float], ...] = ()  # After a step its learner hangs for some seconds.
     pauses: tuple[tuple[float, float], ...] = ()  # The whole process sleeps: from, for seconds.
