@@ -30,7 +30,7 @@ from jdiloco.protocol.records import (
     sha256,
     unseal,
 )
-from jdiloco.protocol.rules import Life
+from jdiloco.protocol.rules import Life, closes
 from jdiloco.testing.simulate import values
 from jdiloco.testing.simulate.history import (
     Deleted,
@@ -52,7 +52,7 @@ from jdiloco.testing.simulate.values import Delta, Span
 class Broken:
     """A property that a run does not have."""
 
-    name: str  # S1 to S8, L1 to L3.
+    name: str  # S1 to S8, L1 to L3, or `roles`.
     what: str
 
     def __str__(self) -> str:
@@ -381,15 +381,18 @@ def s8_bad_contributions_are_rejected(facts: Facts) -> Violations:
 
 
 def l1_every_round_gets_a_record(facts: Facts) -> Violations:
-    """L1: whoever can go on does: all nodes end, and no contribution waits for ever.
+    """L1: whoever can go on does: all nodes end, and while somebody can close no contribution waits
+    for ever.
 
     L2 with it: once faults are over, a round that somebody reported to waits for no more than two
     lease timeouts, a takeover and a round of the slowest.
     """
     history = facts.history
-    if not history.ended:
+    began, end = _closers(history)
+    stranded = history.scenario.rules.overlap_steps is not None and end < history.scenario.horizon
+    if not history.ended and not stranded:
         yield f"nodes were still waiting after {history.scenario.horizon} s"
-    limit, calm, end = _patience(history.scenario), _calm(history), _last_joined_life(history)
+    limit, calm = _patience(history.scenario), max(began, _calm(history))
     for round, at in sorted(_first_reports(facts).items()):
         before = facts.record_puts.get(round - 1)
         since = max(at, calm, before.at if before else 0.0)
@@ -401,7 +404,7 @@ def l1_every_round_gets_a_record(facts: Facts) -> Violations:
     joined = [entry.at for entry in history.of(Fate) if entry.kind == "joined"]
     moments = [put.at for put in facts.record_puts.values()]
     for before, after in pairwise([min(joined, default=0.0), *moments, float("inf")]):
-        idle = min(after, max(trained, default=0.0)) - max(before, calm)
+        idle = min(after, end, max(trained, default=0.0)) - max(before, calm)
         if idle > limit:
             yield f"learners trained for {idle:.1f} s without a record, the limit is {limit:.1f} s"
 
@@ -425,11 +428,20 @@ def _calm(history: History) -> float:
     return max([0.0, *fates, *store, *outages, *pauses])
 
 
-def _last_joined_life(history: History) -> float:
-    """When the last node that had joined was done."""
-    joined = {entry.who for entry in history.of(Fate) if entry.kind == "joined"}
-    ends = [e.at for e in history.of(Fate) if e.kind in ("ended", "killed") and e.who in joined]
-    return max(ends, default=0.0)
+def _closers(history: History) -> tuple[float, float]:
+    """The last time in which somebody could close without a break: from, to."""
+    able = {plan.node for plan in history.scenario.nodes if closes(plan.role) and plan.stuck > 1e9}
+    began, end, alive = 0.0, 0.0, set[str]()
+    for fate in history.of(Fate):
+        if fate.who.partition("#")[0].rstrip("b") not in able:
+            continue
+        if fate.kind == "joined":
+            began = began if alive else fate.at
+            alive.add(fate.who)
+        elif fate.kind in ("ended", "killed") and fate.who in alive:
+            alive.discard(fate.who)
+            end = fate.at
+    return began, history.scenario.horizon if alive else end
 
 
 def _first_reports(facts: Facts) -> dict[int, float]:
@@ -550,6 +562,24 @@ def _covered(facts: Facts) -> collections.Counter[str]:
     return found
 
 
+def elected_nodes_leave_training_to_others(facts: Facts) -> Violations:
+    """An `either` node that stays the named closer, while others take part in every
+    round, takes part in none before long.
+    """
+    either = {plan.node for plan in facts.history.scenario.nodes if plan.role == "either"}
+    many = 2 * facts.history.scenario.rules.fragments + 6
+    calm = _calm(facts.history) + facts.history.scenario.rules.lease_seconds
+    elected, node = 0, ""
+    for record in facts.in_order:
+        others = {who.node for who in record.participants} - {record.next_closer}
+        alone = facts.record_puts[record.round].at <= calm or not others
+        elected = 0 if alone or record.next_closer != node else elected + 1
+        node = record.next_closer
+        itself = node in {who.node for who in record.participants}
+        if node in either and itself and elected >= many:
+            yield f"round {record.round}: {node} was elected {elected} rounds ago and still trains"
+
+
 PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "S1": s1_one_record_per_round_in_one_chain,
     "S2": s2_newest_versions_are_complete,
@@ -561,6 +591,7 @@ PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "W1": w1_every_row_is_trained_once,
     "W2": w2_shared_work_is_completed,
     "L1": l1_every_round_gets_a_record,
+    "roles": elected_nodes_leave_training_to_others,
     "L2": l2_only_silence_ends_a_lease,
     "L3": l3_training_is_never_blocked_nor_ended_by_the_store,
 }

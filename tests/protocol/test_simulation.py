@@ -6,6 +6,7 @@ history; `JDILOCO_SEEDS=3-9` replays several.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from itertools import pairwise
 
@@ -289,6 +290,93 @@ def test_a_node_that_cannot_close_leaves_the_closing_to_others():
     plans = (Plan(node="a"), Plan(node="b", role="learner", starts=1.0))
     _, facts = run(scenario(*plans, quorum_size=2))
     assert {record.closer for record in facts.in_order} == {"a"}
+
+
+# Roles
+
+
+def test_a_syncer_closes_alone_from_the_round_after_it_came():
+    plans = (*names("a", "b", steps=60), Plan(node="s", role="syncer", starts=8.0, steps=999))
+    plans = (*plans[:2], dataclasses.replace(plans[2], leave_with_run=True))
+    history, facts = run(scenario(*plans, quorum_size=2))
+    came = when(history, "joined", "s#1")
+    closed = [(facts.record_puts[r.round].at, r.closer) for r in facts.in_order]
+    assert {closer for at, closer in closed if at > came + 2 * 2.0 + FEW_POLLS} == {"s"}
+    assert not history.events(events.TookOver)
+    assert not history.events(events.Dropped, "s")
+
+
+def test_a_syncer_that_dies_delays_one_round_by_one_lease_timeout():
+    """B56 for a node that only closes."""
+    syncer = Plan(node="s", role="syncer", steps=999, deaths=(Death(at=15.0),))
+    history, facts = run(scenario(*names("a", "b", steps=80), syncer, quorum_size=2))
+    assert max(gaps(facts)) <= 2.0 + LEASE + 2.0 + FEW_POLLS
+    assert {r.closer for r in facts.in_order[-4:]} <= {"a", "b"}
+    assert history.events(events.TookOver)[0].because == "its lease has ended"
+
+
+def test_a_syncer_whose_closing_hangs_is_passed_over_and_not_named_for_a_while():
+    """It beats, so its lease lives; each round that it was named for would wait anew."""
+    syncer = Plan(node="s", role="syncer", steps=999, stuck=12.0, leave_with_run=True)
+    history, facts = run(scenario(*names("a", "b", steps=120), syncer, quorum_size=2))
+    assert history.events(events.TookOver)[0].closer.startswith("s.")
+    over = min(worked.at for worked in history.of(Worked))
+    late = [r for r in facts.in_order if 20.0 < facts.record_puts[r.round].at < over]
+    assert len(late) >= 15
+    named = [r.round for r in late if r.next_closer == "s"]
+    assert len(named) <= 2
+
+
+def test_of_two_syncers_one_closes_and_the_other_follows_when_it_dies():
+    first = Plan(node="s", role="syncer", steps=999, deaths=(Death(at=15.0),))
+    second = Plan(node="t", role="syncer", starts=5.0, steps=999, leave_with_run=True)
+    learners = names("a", "b", steps=80, role="learner")
+    _, facts = run(scenario(first, second, *learners, quorum_size=2))
+    order = [r.closer for r in facts.in_order]
+    assert set(order) == {"s", "t"}
+    assert order == sorted(order)
+    assert max(gaps(facts)) <= 2.0 + LEASE + 2.0 + FEW_POLLS
+
+
+def test_learners_that_created_a_run_get_their_records_as_soon_as_a_closer_comes():
+    learners = names("a", "b", steps=60, role="learner")
+    syncer = Plan(node="s", role="syncer", starts=14.0, steps=999, leave_with_run=True)
+    history, facts = run(scenario(*learners, syncer, quorum_size=2))
+    first = facts.record_puts[0].at
+    assert when(history, "joined", "s#1") < first < when(history, "joined", "s#1") + FEW_POLLS
+    assert {r.closer for r in facts.in_order} == {"s"}
+
+
+def test_an_either_node_trains_only_while_nobody_else_would():
+    """It stops when another learner trains, and goes on when that one has finished."""
+    plans = (Plan(node="a", role="either", steps=60), *later("b", steps=40, role="learner"))
+    history, facts = run(scenario(*plans, quorum_size=2))
+    paused, resumed = history.events(events.Paused, "a"), history.events(events.Resumed, "a")
+    assert len(paused) == len(resumed) == 1
+    assert resumed[0].because == "no other learner trains"
+    between = [r for r in facts.in_order if paused[0].round + 2 < r.round < resumed[0].round - 1]
+    assert len(between) >= 5
+    assert {p.node for r in between for p in r.participants} == {"b"}
+    assert {r.closer for r in between} == {"a"}
+    assert facts.in_order[-1].participants[0].node == "a"
+
+
+def test_an_either_node_goes_on_when_a_syncer_comes():
+    plans = (Plan(node="a", role="either", steps=60), *later("b", steps=60, role="learner"))
+    syncer = Plan(node="s", role="syncer", starts=12.0, steps=999, leave_with_run=True)
+    history, _ = run(scenario(*plans, syncer, quorum_size=2))
+    because = [event.because for event in history.events(events.Resumed, "a")]
+    assert because[0] in ("a dedicated syncer is live", "another node closes the rounds")
+    assert len(history.events(events.Paused, "a")) == 1
+
+
+def test_an_either_node_goes_on_when_the_other_learner_dies():
+    other = Plan(node="b", starts=1.0, role="learner", deaths=(Death(at=12.0),))
+    history, facts = run(scenario(Plan(node="a", role="either", steps=60), other, quorum_size=2))
+    assert [event.because for event in history.events(events.Resumed)] == [
+        "no other learner trains"
+    ]
+    assert max(gaps(facts)) <= 2.0 + LEASE + 2 * 2.0 + FEW_POLLS + 2.0
 
 
 # Creating

@@ -136,6 +136,7 @@ def draw(seed: int) -> Scenario:
     odds = rng.choice((0.0, 0.02, 0.06))
     plans = tuple(_draw_node(rng, index, calm) for index in range(count))
     plans, units = _draw_work(random.Random(f"work {seed}"), plans)
+    plans = _draw_roles(random.Random(f"roles {seed}"), plans, calm)
     return scenario(
         *plans,
         units=units,
@@ -161,6 +162,33 @@ def _draw_work(
     size = rng.choice((1, 4, 10, 25))
     sizes = [rng.choice((size, size, max(1, size // 2))) for _ in range(trained // size // 2)]
     return tuple(sharing), tuple(sizes)
+
+
+def _draw_roles(rng: random.Random, nodes: tuple[Plan, ...], calm: float) -> tuple[Plan, ...]:
+    """For two runs in five: other roles than `both`, and up to two dedicated syncers."""
+    if rng.random() < 0.6:
+        return nodes
+    choice = rng.choice((("learner",), ("both", "either"), ("either",), ("both", "learner")))
+    nodes = tuple(replace(plan, role=rng.choice(choice)) for plan in nodes)
+    syncers = rng.choice((1, 1, 2)) if "learner" in choice else rng.choice((0, 0, 1, 2))
+    return (*nodes, *(_draw_syncer(rng, index, calm) for index in range(syncers)))
+
+
+def _draw_syncer(rng: random.Random, index: int, calm: float) -> Plan:
+    back_after = rng.choice((0.5, 4.0, 10.0, None))
+    death = Death(at=rng.uniform(2, calm), back_after=back_after, same_id=rng.random() < 0.6)
+    return Plan(
+        node=f"s{index}",
+        role="syncer",
+        steps=rng.choice((60, 400)),
+        starts=rng.choice((0.0, rng.uniform(0, 20))),
+        clock=rng.uniform(-HOUR, HOUR) + 2 * HOUR,
+        leave_with_run=True,
+        merge_seconds=rng.choice((0.0, 0.1, 1.0)),
+        stuck=rng.choice((float("inf"), float("inf"), rng.uniform(0, calm))),
+        pauses=((rng.uniform(3, calm), rng.uniform(1, 20)),) if rng.random() < 0.2 else (),
+        deaths=(death,) if rng.random() < 0.3 else (),
+    )
 
 
 def _draw_node(rng: random.Random, index: int, calm: float) -> Plan:
