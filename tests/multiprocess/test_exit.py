@@ -24,7 +24,7 @@ PROGRAM = """
     import jdiloco.session
     from tests.session.nodes import algorithm, session
 
-    jdiloco.session.LEAVE_SECONDS = 0.0  # Whatever a thread is at, nobody waits for it in the block.
+    jdiloco.session.LEAVE_SECONDS = 0.0  # The block waits for nobody.
     delay = float(sys.argv[1])
     params = {f"w{i}": jnp.full((300 + i, 500), 0.5) for i in range(12)}
     settings = algorithm(sync_every=1, checkpoint_every=1, lease_seconds=60.0)
