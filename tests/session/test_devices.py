@@ -15,10 +15,11 @@ SHARDED = """
     import jax, jax.numpy as jnp, numpy as np, optax
     import jax.monitoring
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    import jdiloco
     from jdiloco import events
     from tests.session.nodes import Recorder, algorithm, memory, session
 
-    kind = sys.argv[1]
+    kind, alignment = sys.argv[1], getattr(jdiloco, sys.argv[2])(*map(float, sys.argv[3:]))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, s, **kw: compiled.append(name)
@@ -57,7 +58,8 @@ SHARDED = """
 
     step = jax.jit(step, donate_argnums=(0, 1))
     seen = Recorder()
-    with session(params, algorithm(fragments=3, sync_every=6), memory(), callbacks=(seen,)) as s:
+    settings = algorithm(fragments=3, sync_every=6, alignment=alignment)
+    with session(params, settings, memory(), callbacks=(seen,)) as s:
         params = s.params
         state = optimizer.init(params)
 
@@ -80,26 +82,39 @@ SHARDED = """
     committed = s.params
     assert jax.tree.map(lambda x: x.sharding, committed) == shardings
     assert np.isfinite(np.asarray(committed["v"], np.float32)).all()
+    assert sys.argv[2] in {event.how for event in seen.of(events.Aligned)}
     print(programs)
 """
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "single"])
-def test_sharded_parameters_stay_where_they_are_and_nothing_compiles_again(kind):
+@pytest.mark.parametrize(
+    ("kind", "alignment"),
+    [
+        ("auto", "overwrite"),
+        ("explicit", "overwrite"),
+        ("single", "overwrite"),
+        ("auto", "carry"),
+        ("explicit", "carry"),
+        ("single", "blend 0.5"),
+    ],
+)
+def test_sharded_parameters_stay_where_they_are_and_nothing_compiles_again(kind, alignment):
     """NamedSharding on Auto and Explicit axes, and one device that is not the first."""
-    programs = int(run_script(SHARDED, kind, environment=EIGHT))
+    programs = int(run_script(SHARDED, kind, *alignment.split(), environment=EIGHT))
     assert programs <= 2  # On Auto axes XLA may move a leaf in the first step.
 
 
 PLACES = """
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
+    from jdiloco import blend
     from jdiloco.session import load
     from tests.session.nodes import algorithm, digest, memory, session
 
     mesh = jax.make_mesh((8,), ("m",))
     sharded = NamedSharding(mesh, P("m"))
-    mailbox, settings = memory(), algorithm(sync_every=2, overlap_steps=0)
+    mailbox = memory()
+    settings = algorithm(sync_every=2, overlap_steps=1, alignment=blend(0.5))
     with session({"w": jnp.arange(16.0)}, settings, mailbox, "a") as s:
         params = s.params
         # The user moves his parameters to a mesh after the session was opened.
