@@ -11,6 +11,7 @@ Design.
     sums        what a sum over contributions is: over an array's axis, or over mapped axes
     outer       merge_deltas -> outer_nesterov -> fp32_master, as optax transformations
     checks      what the transformations refuse, with the way out
+    alignment   what parameters become when a commit arrives
     partition   which tensors make a fragment: a function of names, shapes and types
     routing     a table of which tensor is merged how
 

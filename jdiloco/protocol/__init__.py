@@ -15,6 +15,8 @@ Design.
     closing    one round from open to written; sees no time, so it can be enumerated
     member     everything a node decides between polls, around `closing`
     learner    what trained steps and committed rounds lead to; runs in the user's thread
+    fragment   what a record does to one fragment of a learner
+    alignment  what a learner keeps of its training when it takes a version
     sweep      what may be removed
     joining    creating a run, taking up a life, reading where the run stands
     work       units of work that nodes claim, give back, and take over from the dead

@@ -188,6 +188,8 @@ def settle(rules: Rules, held: FragmentTraining, news: News, *, intact: bool) ->
     """A newer version exists, and the outstanding contribution is in it or never will be merged.
 
     `intact` says whether the parameters still hold what was sent; then an alignment may keep it.
+    Not so what is not finite, nor what one that finishes had rejected: it would send it again and
+    again. What came late from one that finishes does go out again.
     """
     sent = held.outstanding
     agreed = alignment.agrees(rules.alignment, news.cosine, before=held.agreed)
@@ -203,7 +205,8 @@ def settle(rules: Rules, held: FragmentTraining, news: News, *, intact: bool) ->
     reason = "late"
     if news.rejected:
         reason = "superseded" if news.rejected == "superseded" else "rejected"
-    if intact and not sent.final and news.rejected != "nonfinite":
+    hopeless = news.rejected == "nonfinite" or (sent.final and news.rejected)
+    if intact and not hopeless:
         late = Unmerged(sent.round, reason, sent.counters)
         return replace(held, meanwhile=replace(meanwhile, unmerged=late)), ()
     held = replace(held, meanwhile=replace(meanwhile, forced=meanwhile.forced or intact))

@@ -13,6 +13,7 @@
     workers        library threads
     node           the member's machine, driven
     learner        the learner's machine, driven by the user's own loop
+    alignment      parameters and commits mixed, placed as the user's leaves are
     joining        the joining generators, driven
     inspect        what a mailbox says, without joining
     status         where a run stands, in figures

@@ -331,9 +331,8 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
             life, ledger = Life(who.node, who.incarnation), who.ledger
             per_step = samples.get(who.node) or samples[who.node.rstrip("b")]
             place = f"round {record.round}, {life}"
-            steps = delta.steps
-            if (who.counters.steps, who.counters.samples) != (steps, steps * per_step):
-                yield f"{place}: counters are {who.counters}, {steps} steps were trained"
+            if (who.counters.steps, who.counters.samples) != (delta.steps, delta.samples):
+                yield f"{place}: counters are {who.counters} for {delta.steps}, {delta.samples}"
             key = ContributionKey(record.round, who.node, who.incarnation, who.final)
             if ledger.processed != trained[key] * per_step:
                 yield f"{place}: the ledger has {ledger.processed} of {trained[key]} steps"

@@ -185,16 +185,18 @@ def test_a_learner_that_leaves_before_it_aligns_tells_what_was_late_from_what_is
     ]
 
 
-def test_a_learner_that_finishes_sends_what_was_late_once_more_and_then_gives_up():
-    """Or a slow upload would keep it for as long as the others train."""
+def test_a_learner_that_finishes_sends_again_what_was_late_and_gives_up_what_was_rejected():
+    """Or it would send that again after every round, for as long as the others train."""
     state, _ = train(joined(fragments=1, in_flight=1, alignment=carry()), 8)
     state, _ = learner.finish(state, flush=True)
     state, effects = commit(state, 0, 1)
     assert [(s.round, s.final, s.counters) for s in snapshots(effects)] == [(1, True, rest(8))]
     state, effects = commit(state, 1, 2)
+    assert [(s.round, s.final, s.counters) for s in snapshots(effects)] == [(2, True, rest(8))]
+    state, effects = commit(state, 2, 3, rejected="zero_samples")
     assert effects == (
-        Drop(1, 0, "late", rest(8)),
-        Align(1, 0, 2, overwrite(), False, Counters()),
+        Drop(2, 0, "rejected", rest(8)),
+        Align(2, 0, 3, overwrite(), False, Counters()),
     )
     assert learner.done(state)
 

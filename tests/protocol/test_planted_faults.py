@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from jdiloco.protocol import closing, fragment, learner, lease, member, schedule, sweep
+from jdiloco.protocol import alignment, closing, fragment, learner, lease, member, schedule, sweep
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
 from jdiloco.testing.simulate import mailbox, node, values
@@ -45,6 +45,14 @@ def late_answers() -> Iterator[simulate.Scenario]:
     """Writes land while somebody asks whether they have."""
     faults = Faults(late=0.3, late_seconds=2.5, until=60.0)
     return of_two(faults=faults, latency_seconds=0.1)
+
+
+def sleepers_that_blend() -> Iterator[simulate.Scenario]:
+    """Several versions are committed while one of three sleeps, more than it may skip or not."""
+    for seed in range(1000):
+        asleep = Plan(node="c", steps=80, pauses=((8.0 + seed % 3, 6.0 + seed % 5),))
+        plans = (Plan(node="a", steps=80), Plan(node="b", steps=80), asleep)
+        yield simulate.scenario(*plans, sync_every=4, alignment=alignment.blend(0.5), seed=seed)
 
 
 def failing_uploads() -> Iterator[simulate.Scenario]:
@@ -267,6 +275,79 @@ def counters_go_on_over_an_alignment(patch: Patch) -> None:
     patch.setattr(fragment, "align", keep)
 
 
+def what_was_late_is_dropped_and_carried(patch: Patch) -> None:
+    """It is written off when its round is read, though the parameters go on holding it."""
+    settle = fragment.settle
+
+    def write_off(rules, held, news, *, intact):
+        held, effects = settle(rules, held, news, intact=intact)
+        late = held.meanwhile.unmerged
+        if late is None:
+            return held, effects
+        held = dataclasses.replace(held, meanwhile=fragment.NO_NEWS)
+        where = {"reason": late.reason, "round": late.round, "fragment": news.fragment}
+        held, more = fragment._lose(held, late.counters, **where)
+        return held, (*effects, *more)
+
+    patch.setattr(fragment, "settle", write_off)
+
+
+def what_was_merged_is_carried_too(patch: Patch) -> None:
+    """The rest counts from the old anchor, whatever was merged meanwhile."""
+    align = node.Learner._align
+
+    def from_the_anchor(self, aligned):
+        align(self, dataclasses.replace(aligned, from_snapshot=False))
+
+    patch.setattr(node.Learner, "_align", from_the_anchor)
+
+
+def counters_keep_what_was_merged(patch: Patch) -> None:
+    """Parameters and counters agree, and both go on from the old anchor."""
+    settle = fragment.settle
+
+    def forget(rules, held, news, *, intact):
+        before = held.counters
+        held, effects = settle(rules, held, news, intact=intact)
+        if not held.meanwhile.merged:
+            return held, effects
+        ledger = msgspec.structs.replace(held.ledger, pending=before.samples)
+        return dataclasses.replace(
+            held, counters=before, ledger=ledger, meanwhile=fragment.NO_NEWS
+        ), effects
+
+    patch.setattr(fragment, "settle", forget)
+
+
+def the_snapshot_of_a_round_before_is_subtracted(patch: Patch) -> None:
+    """The newest one is not noted down."""
+    publish = node.Learner._publish
+
+    def keep_the_old(self, snapshot):
+        old = self._snapshots[snapshot.fragment]
+        publish(self, snapshot)
+        self._snapshots[snapshot.fragment] = old
+
+    patch.setattr(node.Learner, "_publish", keep_the_old)
+
+
+def blending_shrinks_once_for_each_version(patch: Patch) -> None:
+    """Counters lose a share at every record, also of versions whose values were skipped."""
+    settle = fragment.settle
+
+    def shrink(rules, held, news, *, intact):
+        again = held.behind
+        held, effects = settle(rules, held, news, intact=intact)
+        if not again or not isinstance(rules.alignment, alignment.Blend):
+            return held, effects
+        lost = held.counters - alignment.kept(rules.alignment, held.counters)
+        where = {"reason": "overwritten", "round": news.round, "fragment": news.fragment}
+        held, more = fragment._lose(held, lost, **where)
+        return held, (*effects, *more)
+
+    patch.setattr(fragment, "settle", shrink)
+
+
 def not_finite_is_merged(patch: Patch) -> None:
     """A weight of zero is thought to make it harmless."""
     real = values.unseal
@@ -401,6 +482,11 @@ FAULTS = [
     (stale_contributions_are_accepted, drawn, 10, {"S3"}),
     (more_in_flight_than_fragments, drawn, 10, {"S7"}),
     (counters_go_on_over_an_alignment, drawn, 1, {"S7"}),
+    (what_was_late_is_dropped_and_carried, drawn, 20, {"S7"}),
+    (what_was_merged_is_carried_too, drawn, 10, {"S3", "S7"}),
+    (counters_keep_what_was_merged, drawn, 10, {"S3"}),
+    (the_snapshot_of_a_round_before_is_subtracted, drawn, 10, {"S3", "S7"}),
+    (blending_shrinks_once_for_each_version, sleepers_that_blend, 5, {"S7"}),
     (not_finite_is_merged, drawn, 10, {"S8"}),
     (drops_are_silent, drawn, 10, {"S7"}),
     (an_outage_counts_as_age, an_outage, 1, {"L2"}),

@@ -14,6 +14,7 @@ import pytest
 
 from jdiloco import events
 from jdiloco.protocol import keys, schedule
+from jdiloco.protocol.alignment import Overwrite, carry, overwrite
 from jdiloco.testing import invariants
 from jdiloco.testing import simulate as simulation
 from jdiloco.testing.simulate import history as told
@@ -92,6 +93,8 @@ def test_drawn_runs_meet_what_they_are_for():
         met |= {f"took over: {event.because}" for event in history.events(events.TookOver)}
         met |= {f"rejected {r.reason}" for record in facts.in_order for r in record.rejected}
         met |= {f"void {record.void}" for record in facts.in_order}
+        alignment = type(history.scenario.rules.alignment).__name__
+        met |= {f"{alignment} {event.how}" for event in history.events(events.Aligned)}
         met |= {f"all final {all(p.final for p in r.participants)}" for r in facts.in_order}
     assert met >= {
         "fate killed",
@@ -106,6 +109,13 @@ def test_drawn_runs_meet_what_they_are_for():
         "took over: the round is overdue",
         "rejected nonfinite",
         "void True",
+        "Overwrite overwrite",
+        "Blend blend",
+        "Blend overwrite",
+        "Carry carry",
+        "Carry overwrite",
+        "Adaptive carry",
+        "Adaptive overwrite",
         "all final True",
     }
 
@@ -222,6 +232,25 @@ def test_a_node_of_half_the_speed_takes_part_until_the_end(quorum_size, share):
     with_b = [r for r in before if "b" in {p.node for p in r.participants}]
     assert len(with_b) >= share * len(before)
     assert with_b[-1].round >= before[-1].round - 4
+
+
+@pytest.mark.parametrize(("setting", "least"), [(carry(), 0.95), (overwrite(), 0.0)], ids=str)
+def test_nodes_of_unlike_speed_account_for_every_sample_and_carrying_loses_next_to_none(
+    setting, least
+):
+    """B60: speeds 1.0 and 1.9. Overwriting merges about two thirds here."""
+    plans = (
+        Plan(node="slow", steps=120, step_seconds=1.0, leave_with_run=True),
+        Plan(node="fast", steps=228, step_seconds=1 / 1.9, leave_with_run=True),
+    )
+    history, _ = run(scenario(*plans, alignment=setting))
+    ends = {event.node: event for event in history.events(events.Left)}
+    for plan in plans:
+        end = ends[plan.node]
+        assert end.processed == plan.steps * 8 == end.merged + end.dropped + end.pending
+        assert end.merged >= least * end.processed
+    if isinstance(setting, Overwrite):
+        assert max(end.merged / end.processed for end in ends.values()) < 0.8
 
 
 def test_standard_diloco_follows_the_formula_in_lock_step():

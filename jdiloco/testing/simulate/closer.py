@@ -128,7 +128,7 @@ class Closer:
             yield from create_owned(self._mailbox, key, data)
             payloads.append(Payload(key, len(data), sha256(data)))
         self._made[request.round] = made
-        return *payloads, 1.0
+        return *payloads, values.cosine(value)
 
     def take_value(self, round: int) -> Values | None:
         """What this node's own attempt made, handed over once."""

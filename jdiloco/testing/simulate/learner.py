@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from jdiloco import events
 from jdiloco.errors import JDilocoError
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol.alignment import Blend, Overwrite, kind
 from jdiloco.protocol.desk import Piece
 from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import ContributionKey
@@ -22,6 +24,26 @@ from jdiloco.testing.simulate.world import Process, Sleep, Take
 
 NEVER = 2**62
 WAIT_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The rows, oldest first, that a fragment's parameters hold beyond its anchor."""
+
+    rows: tuple[Row, ...] = ()
+    samples: int = 0
+
+    def more(self, row: Row, samples: int) -> Trained:
+        return Trained((*self.rows, row), self.samples + samples)
+
+    def without(self, since: Trained) -> Trained:
+        """What was trained after `since`."""
+        return Trained(self.rows[len(since.rows) :], self.samples - since.samples)
+
+    def share(self, mixing: float) -> Trained:
+        """The newest rows, as many as blending counts; none if it counts no sample of them."""
+        steps, samples = (int(mixing * n + 1e-9) for n in (len(self.rows), self.samples))
+        return Trained(self.rows[-steps:], samples) if steps and samples else Trained()
 
 
 class Learner:
@@ -51,7 +73,8 @@ class Learner:
         control.landed = self._landed
         self._anchors = held
         self._rows: list[Row] = []  # One for each step of this life.
-        self._first = [0] * len(held)  # Steps up to here are not in the parameters any more.
+        self._trained = [Trained() for _ in held]
+        self._snapshots = [Trained() for _ in held]
         self._finite = [True] * len(held)
         self._steps = self._due = 0
         self._heard_at = process.now
@@ -103,6 +126,7 @@ class Learner:
         hung = (yield Sleep(hangs[step])) if step in hangs else 0.0
         self._asleep += took - plan.step_seconds + hung
         self._rows.append(row)
+        self._trained = [held.more(row, plan.samples) for held in self._trained]
         if piece is not None:
             piece.trained += 1
         if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
@@ -213,7 +237,10 @@ class Learner:
                 self._heard_at = self._process.now
                 chosen = value if newest.get(record.fragment) == record.round else None
                 news = News.of(record, self.state.life)
-                self.state, effects = machine.committed(self.state, news, values=chosen is not None)
+                finite = self._finite[record.fragment]
+                self.state, effects = machine.committed(
+                    self.state, news, values=chosen is not None, finite=finite
+                )
                 self._perform(effects, {} if chosen is None else {record.fragment: chosen})
 
     def _perform(self, effects: tuple[machine.Effect, ...], values: dict[int, Values]) -> None:
@@ -223,7 +250,7 @@ class Learner:
                     self._publish(effect)
                 case Align(round, fragment):
                     self._anchors[fragment] = values[fragment]
-                    self._restart(fragment)
+                    self._align(effect)
                     self._note(fragment, round)
                 case Revert(_, fragment):
                     self._restart(fragment)
@@ -231,8 +258,30 @@ class Learner:
                     self._drop(effect)
 
     def _restart(self, fragment: int) -> None:
-        self._first[fragment] = self.state.steps
+        self._trained[fragment] = Trained()
         self._finite[fragment] = True
+
+    def _align(self, align: Align) -> None:
+        """`jdiloco.runtime.alignment` with rows for arrays."""
+        index = align.fragment
+        self._control.emit(
+            events.Aligned(
+                node=self.state.life.node,
+                round=align.round,
+                fragment=index,
+                version=align.version,
+                how=kind(align.how),
+                steps=align.kept.steps,
+                samples=align.kept.samples,
+            )
+        )
+        if isinstance(align.how, Overwrite):
+            self._restart(index)
+            return
+        since = self._snapshots[index] if align.from_snapshot else Trained()
+        rest = self._trained[index].without(since)
+        kept = rest.share(align.how.mixing) if isinstance(align.how, Blend) else rest
+        self._trained[index] = kept
 
     def _drop(self, drop: Drop) -> None:
         self._control.emit(
@@ -265,8 +314,8 @@ class Learner:
         )
         base = self._anchors[index].value
         stop = self.state.steps
-        rows = spans(self._rows[self._first[index] : stop])
-        delta = Delta(head, base, rows, self._finite[index])
+        held = self._snapshots[index] = self._trained[index]
+        delta = Delta(head, base, spans(held.rows), held.samples, self._finite[index])
         key = ContributionKey(snapshot.round, life.node, life.incarnation, snapshot.final)
         self._write(Snapped(self._process.world.now, self._process.name, key, stop))
         self._control.contribute(delta)

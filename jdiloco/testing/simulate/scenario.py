@@ -6,9 +6,11 @@ import dataclasses
 import random
 from dataclasses import replace
 
+from jdiloco.protocol.alignment import adaptive, blend, carry, overwrite
 from jdiloco.protocol.keys import Pool
 from jdiloco.protocol.rules import Rules
 
+ALIGNMENTS = (overwrite(), overwrite(), carry(), carry(), adaptive(), blend(0.5), blend(0.3))
 POLL_SECONDS = 0.5
 HOUR = 3600.0
 
@@ -133,6 +135,7 @@ def draw(seed: int) -> Scenario:
         "keep_rounds": rng.choice((1, 2)),
         "checkpoint_every": rng.choice((1, 2, 4)),
     }
+    settings["alignment"] = random.Random(f"alignment {seed}").choice(ALIGNMENTS)
     odds = rng.choice((0.0, 0.02, 0.06))
     plans = tuple(_draw_node(rng, index, calm) for index in range(count))
     plans, units = _draw_work(random.Random(f"work {seed}"), plans)

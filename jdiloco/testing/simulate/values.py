@@ -40,6 +40,7 @@ class Delta(msgspec.Struct, frozen=True):
     head: ContributionHead
     base: str  # The anchor's value.
     rows: tuple[Span, ...]
+    samples: int  # On all rows; a blend may keep some of a row it does not keep.
     finite: bool
 
     @property
@@ -77,6 +78,11 @@ def merged(base: str, deltas: list[tuple[str, float]], *, final: bool) -> str:
     Anybody with the same inputs gets the same value.
     """
     return _digest(f"{base} {deltas} {final}")
+
+
+def cosine(value: str) -> float:
+    """How well the deltas of a round agreed, from 0 to 1; chance, but the same for everybody."""
+    return int(value[:4], 16) / 0xFFFF
 
 
 def _digest(text: str) -> str:
@@ -127,6 +133,7 @@ __all__ = [
     "Row",
     "Span",
     "Values",
+    "cosine",
     "decode",
     "encode",
     "examined",
