@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -199,3 +200,43 @@ def _held(size: int) -> int:
 
 def _is_model(value, size: int) -> bool:
     return isinstance(value, np.ndarray) and value.size >= size and value.base is None
+
+
+LONG_RUN = """
+    import gc, json, sys
+    import jax.numpy as jnp
+    from jdiloco.store import FolderStore
+    from tests.session.nodes import algorithm, session, wait_until, node_of
+
+    def resident():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096 / 1e6
+
+    sizes = []
+    settings = algorithm(sync_every=1, checkpoint_every=5, overlap_steps=0)
+    params = {"w": jnp.ones(250_000), "b": jnp.ones(8)}
+    with session(params, settings, FolderStore(sys.argv[1]), "a") as s:
+        params = s.params
+        for round in range(1, 201):
+            params = s.step({n: x - 1e-3 for n, x in params.items()}, samples=1)
+            if round % 50 == 0:
+                wait_until(lambda: not node_of(s).state.saving)
+                sizes.append(resident())
+    print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_hundred_rounds_of_a_megabyte_take_no_more_memory_than_fifty(tmp_path):
+    """B77: and the mailbox holds a few versions of them."""
+    sizes = json.loads(run_script(LONG_RUN, str(tmp_path), seconds=280.0))
+    print(f"resident after 50, 100, 150 and 200 rounds: {sizes} MB")
+    assert sizes[-1] - sizes[0] < 30
+    store = FolderStore(tmp_path)
+    assert len(records(store)) == 200
+    assert len(payload_rounds(store)) <= 15
+    assert len(checkpoints(store)) <= 3
+    contributions = [e.key for e in store.list(run_keys(store).log) if ".2.a." in e.key]
+    assert len(contributions) <= 4
