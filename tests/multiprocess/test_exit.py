@@ -14,7 +14,8 @@ import textwrap
 
 import pytest
 
-from tests.session.nodes import ROOT
+from jdiloco.store import FolderStore
+from tests.session.nodes import ROOT, run_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -57,3 +58,28 @@ def test_a_program_that_ends_while_a_round_is_closed_ends_cleanly(tmp_path):
         )
         assert (done.returncode, done.stdout) == (0, "trained\n"), (arguments, done.stderr)
         assert "Fatal" not in done.stderr, done.stderr
+
+
+ENDS = """
+    import sys, threading, time
+    from tests.session.nodes import algorithm, node_of, session, vector
+
+    settings = algorithm(sync_every=2, beat_seconds=1.0, lease_seconds=60.0)
+    began = time.monotonic()
+    with session(vector(1.0), settings, sys.argv[1], "same") as s:
+        joined = time.monotonic() - began
+        tree = s.params
+        for _ in range(6):
+            tree = s.step({"w": tree["w"] * 0.9}, samples=1)
+    assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+    print(node_of(s).place.life.incarnation, joined)
+"""
+
+
+def test_after_a_run_nothing_is_left_and_the_next_starts_at_once(tmp_path):
+    """B120: no thread, no file that is no object, and no lease of a minute to wait for."""
+    lives, waited = zip(*(run_script(ENDS, str(tmp_path)).split() for _ in range(2)), strict=True)
+    assert lives == ("1", "2")
+    assert float(waited[1]) < 20.0
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {entry.key for entry in FolderStore(tmp_path).list("")}
