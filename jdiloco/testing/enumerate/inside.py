@@ -67,7 +67,7 @@ class Inside:
             rules,
             chain,
             poll_seconds=1.0,
-            can_close=True,
+            role="both",
             build=BUILD,
             now=NOW,
             beat=birth.beat,
