@@ -14,6 +14,7 @@ from rich.text import Text
 from jdiloco.runtime.status import Commit, NodeStatus, Samples, Status, read_status
 
 SETTINGS = (
+    "merge",
     "sync_every",
     "fragments",
     "outer_lr",
@@ -25,7 +26,7 @@ SETTINGS = (
     "beat_seconds",
     "lease_seconds",
 )
-"""Those that say most about how a run behaves; `merge` is shown by its kind."""
+"""Those that say most about how a run behaves."""
 
 COLOURS = {"alive": "green", "silent": "red", "left": "blue", "unknown": "yellow"}
 MANY_DROPPED = 0.2
@@ -84,10 +85,9 @@ def show(status: Status, console: Console) -> None:
 
 
 def _settings(settings: Mapping[str, object]) -> str:
-    merge = settings.get("merge")
-    kind = merge.get("kind") if isinstance(merge, Mapping) else merge
-    shown = [f"{name} {settings[name]}" for name in SETTINGS if settings.get(name) is not None]
-    return ", ".join([f"merge {kind}", *shown])
+    shown = [(name, settings[name]) for name in SETTINGS if settings.get(name) is not None]
+    plain = [(n, v.get("kind") if isinstance(v, Mapping) else v) for n, v in shown]
+    return ", ".join(f"{name} {value}" for name, value in plain)
 
 
 def _rounds(status: Status) -> str:
@@ -130,10 +130,10 @@ def _next(status: Status) -> str:
 
 
 def _table(status: Status) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("node", "state", "phase"):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("node", "state"):
         table.add_column(heading)
-    for heading in ("step", "next", "lives", "merged in", "rejected"):
+    for heading in ("step", "next", "rounds", "rejected"):
         table.add_column(heading, justify="right")
     for heading in ("processed", "merged", "dropped", "pending"):
         table.add_column(heading, justify="right")
@@ -145,12 +145,11 @@ def _table(status: Status) -> Table:
 def _row(node: NodeStatus) -> list[Text]:
     samples = node.samples
     share = f"{samples.dropped_total:,.0f} ({samples.share_dropped:.0%})"
-    cells = [
-        Text(node.node),
-        Text(node.alive, COLOURS[node.alive]),
-        Text(node.phase or "no beat"),
+    lives = f" ({node.lives} lives)" if node.lives > 1 else ""
+    return [
+        Text(f"{node.node}{lives}"),
+        Text(_state(node), COLOURS[node.alive]),
         *(Text("-" if value is None else str(value)) for value in (node.step, node.next_round)),
-        Text(str(node.lives)),
         Text(str(node.rounds)),
         Text(str(node.rejected)),
         Text(f"{samples.processed:,.0f}"),
@@ -158,7 +157,13 @@ def _row(node: NodeStatus) -> list[Text]:
         Text(share, "red" if _many(samples) else ""),
         Text(f"{samples.pending:,.0f}"),
     ]
-    return cells
+
+
+def _state(node: NodeStatus) -> str:
+    """Its last words, and whether it has said anything since."""
+    if node.phase is None:
+        return "no beat left"
+    return node.phase if node.alive in ("left", "unknown") else f"{node.phase}, {node.alive}"
 
 
 def _many(samples: Samples) -> bool:

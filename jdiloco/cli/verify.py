@@ -82,9 +82,8 @@ def show_report(report: Report, console: Console) -> None:
         console.print(Text(f"    {finding.means}"))
     found = len(report.findings)
     if found:
-        console.print(
-            Text(f"Found {found} that {'is' if found == 1 else 'are'} wrong.", "bold red")
-        )
+        things = "thing that is" if found == 1 else "things that are"
+        console.print(Text(f"Found {found} {things} wrong.", "bold red"))
     else:
         console.print(Text("Nothing wrong was found.", "bold green"))
 

@@ -231,6 +231,18 @@ class Keys:
         found = UnitKey(int(match["unit"]), int(match["claim"]), match["mark"] or "")
         return found if self.unit(pool, found) == key and found.unit < pool.count else None
 
+    def parse_work(self, key: str) -> tuple[Pool, UnitKey] | None:
+        """Pool and unit of a claim or mark of any pool; of a queue's size nothing is known."""
+        kind, _, name = key.rpartition("/")[0].removeprefix(f"{self.run}/").partition("/")
+        if kind == "unit" and name:
+            pool = Pool.queue(name, 10**18)
+        elif kind == "rank" and re.fullmatch(r"[1-9][0-9]{0,17}", name):
+            pool = Pool.ranks(int(name))
+        else:
+            return None
+        found = self.parse_unit(pool, key)
+        return None if found is None else (pool, found)
+
     def barrier(self, name: str) -> str:
         """The prefix of what lies at a barrier."""
         return f"{self.run}/barrier/{name}/"

@@ -15,10 +15,12 @@ from jdiloco.protocol.keys import (
     ClaimKey,
     ContributionKey,
     Keys,
+    Pool,
     RecordKey,
+    UnitKey,
 )
 from jdiloco.protocol.records import Manifest, RoundRecord, unseal
-from jdiloco.store import FolderStore, open_store
+from jdiloco.store import open_store
 from jdiloco.store.base import Entry, Store
 
 KINDS = (
@@ -31,6 +33,8 @@ KINDS = (
     "payload",
     "checkpoint",
     "incarnation",
+    "work",
+    "arrival",
     "foreign",
 )
 """What an object in a mailbox can be; `foreign` is nothing of the run."""
@@ -89,7 +93,7 @@ def no_run(store: Store) -> UsageError:
 
 
 def _what_is_there(store: Store) -> str:
-    if isinstance(store, FolderStore) and not os.path.isdir(store.url):
+    if "://" not in store.url and not os.path.isdir(store.url):
         return f"There is no run in {store.url}: there is no such folder."
     listed = [entry.key for entry in store.list("")]
     creators = {key.removeprefix(CREATING).partition(".")[0] for key in listed if _creates(key)}
@@ -123,6 +127,7 @@ class Stock:
     beats: tuple[BeatKey, ...]
     incarnations: tuple[tuple[str, int], ...]
     payloads: tuple[tuple[int, str], ...]  # Round and key.
+    units: tuple[tuple[Pool, UnitKey], ...]
     files: tuple[tuple[int, str], ...]  # Of checkpoints: round, -1 for the initial one, and key.
 
     def of(self, kind: str) -> list[str]:
@@ -154,6 +159,7 @@ def take_stock(listed: Iterable[Entry], keys: Keys) -> Stock:
         beats=tuple(parts["beat"]),
         incarnations=tuple(parts["incarnation"]),
         payloads=tuple(parts["payload"]),
+        units=tuple(parts["work"]),
         files=tuple(parts["checkpoint"]),
     )
 
@@ -176,12 +182,21 @@ def _kind(key: str, keys: Keys) -> tuple[str, object]:
         return _LOGGED[type(logged)], logged
     if key.startswith(f"{keys.run}/node/") and (life := keys.parse_incarnation(key)) is not None:
         return "incarnation", life
+    if (claimed := keys.parse_work(key)) is not None:
+        return "work", claimed
+    if _arrived(key, keys):
+        return "arrival", None
     if (round := keys.round_of(key)) is not None:
         if keys.parse_payload(key) is not None:
             return "payload", (round, key)
         if key.startswith(keys.saves) and key.count("/") >= 3:
             return "checkpoint", (round, key)
     return "foreign", None
+
+
+def _arrived(key: str, keys: Keys) -> bool:
+    kind, _, name = key.rpartition("/")[0].removeprefix(f"{keys.run}/").partition("/")
+    return kind == "barrier" and keys.parse_arrival(name, key) is not None
 
 
 def newest_beats(beats: Iterable[BeatKey]) -> tuple[BeatKey, ...]:

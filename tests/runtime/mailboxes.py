@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+import jdiloco
 from jdiloco import events
 from jdiloco.algo.merges import weighted_mean
 from jdiloco.protocol.keys import MANIFEST, Keys
@@ -114,6 +115,21 @@ def mean_run() -> Objects:
             train_until(s, lambda: any(c.void for c in later.of(events.Committed)), jnp.nan)
             train_until(s, lambda: not later.of(events.Committed)[-1].void, 0.02)
             train_until(s, lambda: has_unpublished(s), 0.02)
+    return objects_of(store)
+
+
+def shared_run() -> Objects:
+    """A queue of three units that one node works off, a slice of its own before, and a barrier."""
+    store = memory()
+    settings = algorithm(sync_every=2, overlap_steps=0)
+    with session(narrow_model(), settings, store, "a") as s:
+        queue = jdiloco.SharedQueue(3, batches=lambda unit: range(4))
+        s.run(lambda params, batch: (trained(params, 0.01), 3), queue)
+        s.wait_at(jdiloco.Barrier("end", nodes=1), s.params)
+    with session(narrow_model(), settings, store, "a", ranks=2) as s:
+        params = s.params
+        for _ in range(5):
+            params = s.step(trained(params, 0.01), samples=3)
     return objects_of(store)
 
 

@@ -15,8 +15,16 @@ import pytest
 
 from jdiloco import events
 from jdiloco.errors import FormatError, UsageError
-from jdiloco.protocol.keys import MANIFEST, ClaimKey, ContributionKey
-from jdiloco.protocol.records import Manifest, Payload, seal, sha256, unseal
+from jdiloco.protocol.keys import MANIFEST, ClaimKey, ContributionKey, Pool, UnitKey
+from jdiloco.protocol.records import (
+    Manifest,
+    Payload,
+    WorkClaim,
+    WorkMark,
+    seal,
+    sha256,
+    unseal,
+)
 from jdiloco.runtime import messages
 from jdiloco.runtime.build import this_build
 from jdiloco.runtime.verify import Report, verify
@@ -37,11 +45,21 @@ from .mailboxes import (
     objects_of,
     rda_run,
     records_of,
+    shared_run,
     train_until,
     trained,
 )
 
-KINDS = ("manifest", "record", "claim", "contribution", "payload", "checkpoint", "incarnation")
+KINDS = (
+    "manifest",
+    "record",
+    "claim",
+    "contribution",
+    "payload",
+    "checkpoint",
+    "incarnation",
+    "work",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +70,11 @@ def rda() -> Objects:
 @pytest.fixture(scope="module")
 def mean() -> Objects:
     return mean_run()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Objects:
+    return shared_run()
 
 
 def found_in(objects: Objects) -> dict[str, str]:
@@ -195,25 +218,27 @@ def damaged(objects: Objects, chance: random.Random, kind: str) -> tuple[str, Ob
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_one_flipped_bit_is_found_and_nothing_else_is_blamed(rda, mean, kind, seed):
+def test_one_flipped_bit_is_found_and_nothing_else_is_blamed(rda, mean, shared, kind, seed):
     chance = random.Random(f"{kind} {seed}")
-    objects = mean if kind == "claim" or seed == 1 else rda
+    runs = {"claim": mean, "work": shared}
+    objects = runs.get(kind, (rda, mean)[seed])
     key, broken = damaged(objects, chance, kind)
     assert list(found_in(broken)) == [key]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_is_found_wherever_it_is(rda, mean, kind):
+def test_a_flipped_bit_is_found_wherever_it_is(rda, mean, shared, kind):
     chance = random.Random(kind)
+    runs = {"claim": [mean], "work": [shared]}.get(kind, [rda, mean, shared])
     for index in range(60):
-        key, broken = damaged(mean if kind == "claim" or index % 2 else rda, chance, kind)
+        key, broken = damaged(runs[index % len(runs)], chance, kind)
         assert list(found_in(broken)) == [key]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_cut_short_emptied_or_grown_is_found(rda, mean, kind):
-    objects = mean if kind == "claim" else rda
+def test_an_object_cut_short_emptied_or_grown_is_found(rda, mean, shared, kind):
+    objects = {"claim": mean, "work": shared}.get(kind, rda)
     key = next(key for key in reversed(of_kind(objects, kind)) if objects[key])
     for data in (objects[key][:-1], b"", objects[key] + b"\0"):
         assert list(found_in({**objects, key: data})) == [key]
@@ -296,9 +321,10 @@ def test_a_newer_format_is_refused_and_not_called_damage(rda):
         verify(mailbox({**rda, MANIFEST: newer}))
 
 
-def test_a_beat_that_holds_anything_is_found(rda):
-    key = of_kind(rda, "beat")[0]
-    assert list(found_in({**rda, key: b"x"})) == [key]
+@pytest.mark.parametrize("kind", ["beat", "arrival"])
+def test_what_should_be_a_name_alone_and_holds_anything_is_found(shared, kind):
+    key = of_kind(shared, kind)[0]
+    assert list(found_in({**shared, key: b"x"})) == [key]
 
 
 def test_what_belongs_to_nothing_is_remarked_on_and_no_damage(rda):
@@ -373,6 +399,8 @@ def test_a_record_that_names_another_before_it_is_found(rda):
     ("change", "said"),
     [
         (lambda p: {"weight": p.weight * 2}, "its counters give"),
+        (lambda p: {"position": 0}, "has 0 batches behind it"),
+        (lambda p: {"position": p.counters.steps}, "was merged before up to batch"),
         (lambda p: {"ledger": p.ledger.merge(1)}, "the records before merged"),
         (lambda p: {"ledger": p.ledger.train(1)}, "pending"),
         (lambda p: {"ledger": p.ledger.train(1).drop("boredom", 1)}, "'boredom'"),
@@ -521,6 +549,24 @@ def test_a_claim_for_which_a_lower_one_is_missing_is_found(mean):
     assert parsed.number == 1
     second = keys.claim(ClaimKey(parsed.round, 2))
     assert found_in({**without(mean, claim), second: mean[claim]}).keys() >= {claim, second}
+
+
+# Shared work
+
+
+def test_shared_work_is_sound_and_a_lost_claim_is_found(shared):
+    report = verify(mailbox(shared))
+    assert report.findings == report.remarks == ()
+    keys = keys_of(shared)
+    for claim in (k for k in of_kind(shared, "work") if not k.endswith((".done", ".back"))):
+        assert found_in(without(shared, claim)) == {claim: "is missing"}
+    pool = Pool.queue("work", 3)
+    mark = keys.unit(pool, UnitKey(1, 1, "done"))
+    other = seal(mark, WorkMark("z", 1, 4))
+    assert "was written by z.0001" in found_in({**shared, mark: other})[mark]
+    second = keys.unit(pool, UnitKey(1, 2))
+    again = seal(second, WorkClaim("a", 1, 3, begin=-1, round=0, write_id="x"))
+    assert "begins after -1 batches" in found_in({**shared, second: again})[second]
 
 
 # Simulated runs

@@ -10,6 +10,7 @@ Design.
     chain     every record against those before it: links, versions, weights, ledgers
     lives     incarnations and claims
     rounds    contributions and payloads; rounds are closed again where their inputs are there
+    work      claims on units of shared work
     saved     run checkpoints: files, and values against what the records committed
     reading   each object once; what is not there is judged last
     run       in which order, and what is held meanwhile
@@ -25,13 +26,14 @@ Nothing is removed before the record that makes it garbage is there. So what was
 there and was not found is judged last, by records that were read after it was looked for: a run
 that goes on meanwhile raises no false alarm.
 
-What cannot be found. An object whose loss looks like something that may happen: a beat, the
-contribution to a round without a record, a late one, what is left of an attempt that came second,
-the newest claim on a round when another closed it. The newest records, when nothing that came after
-them is left: a run that lost its last round looks like one that never had it. Changed bytes of what
-nothing names: payloads of an attempt that came second, a checkpoint whose listing was not written
-yet. A delta that was wrong before it was sealed: a finite one of the right shape is trusted, here
-as in the run. And whoever may write to the mailbox can replace a whole run by another.
+What cannot be found. An object whose loss looks like something that may happen: a beat, an arrival,
+the contribution to a round without a record, a late one, what is left of an attempt that came
+second, the newest claim on a round when another closed it, or on a unit that no contribution
+covers. The newest records, when nothing that came after them is left: a run that lost its last
+round looks like one that never had it. Changed bytes of what nothing names: payloads of an attempt
+that came second, a checkpoint whose listing was not written yet. A delta that was wrong before it
+was sealed: a finite one of the right shape is trusted, here as in the run. And whoever may write to
+the mailbox can replace a whole run by another.
 
 Tested on real runs (`tests/runtime/test_verify.py`): whatever bit of whatever object is flipped,
 that object is named and no other; truncated, swapped, missing and forged ones; runs that go on.

@@ -66,12 +66,14 @@ class Walk:
         self.base = -1  # That made the version which the record taken last has replaced.
         self.named = [manifest.checkpoint]  # The newest one or two that records name, oldest first.
         self.lives: dict[Life, str] = {}  # Who took part, and the record that says so.
+        self.units: dict[str, int] = {}  # The highest claim on each that a contribution names.
         self.next_closer: Life | None = Life(manifest.closer, 1)
         self._run = manifest.run
         self._keys = Keys(manifest.run)
         self._tip: str | None = digest
         self._bases: list[str | None] = [digest] * fragments
         self._accounts: dict[tuple[Life, int], _Account] = {}
+        self._reached: dict[tuple[str, int], int] = {}  # Batches, by node and fragment.
         self._unread: list[int] = []  # Rounds whose records could not be, right before this one.
         self._gaps: set[int] = set()  # Fragments of which a record could not be read.
         self._after: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -218,6 +220,15 @@ class Walk:
             yield f"{life} was merged with counters {counts}"
         elif who.weight != (weight := contribution_weight(steps=counts[0], samples=counts[1])):
             yield f"{life} weighs {who.weight!r}, its counters give {weight!r}"
+        if who.position < counters.steps:
+            yield f"{life} has {who.position} batches behind it, and sent {counters.steps} steps"
+        begin, place = who.position - counters.steps, (who.node, record.fragment)
+        if begin < self._reached.get(place, 0):
+            yield (
+                f"{life} sent what it trained after batch {begin}, of {who.node} was merged before "
+                f"up to batch {self._reached[place]}"
+            )
+        self._reached[place] = max(who.position, self._reached.get(place, 0))
         yield from self._ledger(record, who, life)
 
     def _ledger(self, record: RoundRecord, who: Participant, life: Life) -> Sentences:
@@ -260,6 +271,8 @@ class Walk:
         self.next_closer = Life(record.next_closer, record.next_incarnation)
         self._after[self.round] = (tuple(self.versions), tuple(self.heads))
         key = self._keys.record(self.round)
+        for covered in (item for who in record.participants for item in who.work):
+            self.units[covered.unit] = max(covered.claim, self.units.get(covered.unit, 0))
         for report in (*record.participants, *record.rejected):
             self.lives.setdefault(Life(report.node, report.incarnation), key)
         self.lives.setdefault(Life(record.closer, record.incarnation), key)

@@ -7,7 +7,6 @@ import collections
 from jdiloco.protocol.keys import ClaimKey, ContributionKey
 from jdiloco.protocol.records import Claim, Incarnation
 from jdiloco.protocol.rules import Life
-from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.reading import Reader, always, unsealed
 
 NOBODY = (
@@ -30,11 +29,11 @@ class Lives:
             for number in range(1, max(found) + 1):
                 self._read(Life(node, number))
 
-    def check_known(self, walk: Walk) -> None:
-        """Whoever left anything behind has an incarnation."""
+    def check_known(self, named: set[Life]) -> None:
+        """Whoever left anything behind has an incarnation; `named` are those in records."""
         stock = self._reader.stock
         traces = [Life(k.node, k.incarnation) for k in (*stock.beats, *stock.contributions)]
-        for life in sorted({*walk.lives, *traces} - self.vouched.keys()):
+        for life in sorted({*named, *traces} - self.vouched.keys()):
             self._read(life)
 
     def _read(self, life: Life) -> None:

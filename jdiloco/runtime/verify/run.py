@@ -33,6 +33,7 @@ from jdiloco.runtime.verify.reading import Progress, Reader, always, unsealed
 from jdiloco.runtime.verify.report import Finding, Remark, Report, Stretch
 from jdiloco.runtime.verify.rounds import GONE, Kept, Rounds, Settings
 from jdiloco.runtime.verify.saved import Saved
+from jdiloco.runtime.verify.work import Work
 from jdiloco.store import open_store
 from jdiloco.store.base import Store
 
@@ -158,7 +159,9 @@ class _Verification:
         for round in self._claims.rounds:
             if round >= count:
                 self._claims.of(round)
-        lives.check_known(self._walk)
+        work = Work(reader)
+        work.check(self._walk)
+        lives.check_known({*self._walk.lives, *work.holders})
         self._check_names()
         later = self._follow()
         self._check_end()
@@ -258,11 +261,11 @@ class _Verification:
 
     def _check_names(self) -> None:
         stock, reader = self._reader.stock, self._reader
-        for key in (*stock.of("beat"), *stock.of("creating")):
+        for key in (*stock.of("beat"), *stock.of("creating"), *stock.of("arrival")):
             reader.took(0)
             if stock.sizes[key]:
                 what = f"holds {stock.sizes[key]} bytes; its name is all that it should be"
-                reader.wrong(key, what, "Nobody reads them: the beat itself still counts.")
+                reader.wrong(key, what, "It counts all the same: nobody reads it.")
         self._remark_on(stock.of("creating"), "left behind by a node that wanted to create the run")
         self._remark_on(stock.of("foreign"), "nothing of this run")
         named = {
