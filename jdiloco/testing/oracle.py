@@ -8,6 +8,7 @@ All functions take and return one tensor; none changes its arguments.
     merged                  = rda([d, ...], [weight(steps, samples), ...])
     master, momentum        = outer_step(master, momentum, merged)
     committed               = narrow(master, dtype)
+    aligned                 = narrow(carried(params, snapshot, committed), dtype)
 """
 
 from __future__ import annotations

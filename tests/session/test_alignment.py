@@ -235,32 +235,45 @@ def test_parameters_that_were_donated_before_the_end_are_overwritten():
 # Whole runs
 
 
-def test_every_node_ends_with_what_was_committed_and_not_with_its_own_mixture():
-    """B94: α = 0.5, stopped after the last commit; the committed bytes, on every node."""
-    settings = algorithm(sync_every=3, fragments=2, alignment=blend(0.5), overlap_steps=2)
+@pytest.mark.parametrize("setting", [blend(0.5), carry()], ids=names)
+def test_every_node_ends_with_what_was_committed_and_not_with_its_own_mixture(setting):
+    """B94: stopped after the last commit; the committed bytes, on every node.
+
+    B119: and wherever two nodes hold the same versions on the way, they hold the same bytes.
+    """
+    settings = algorithm(sync_every=3, fragments=2, alignment=setting, overlap_steps=2)
     mailbox, meet = memory(), Meeting(2)
 
     def node(index: int):
         start = {"a": ramp(1.0), "b": ramp(2.0)}
+        held = {}
         with session(start, settings, mailbox, f"n{index}", leave_with_run=True) as s:
-            params = s.params
+            params, learner = s.params, s._learner
+            assert learner is not None
             meet(s)
             for step in range(30):
                 grown = 1 + 0.01 * (index + step)
                 params = s.step({name: x * grown - 0.1 for name, x in params.items()}, samples=8)
+                versions = tuple(one.version for one in learner.state.fragments)
+                held[versions] = digest(s.params)
                 time.sleep(0.002)
-        return digest(params), digest(s.params)
+        return digest(params), digest(s.params), held
 
-    ends = together(lambda: node(0), lambda: node(1))
+    one, two = together(lambda: node(0), lambda: node(1))
     exported = digest(load(mailbox, like={"a": ramp(0.0), "b": ramp(0.0)}))
-    assert [committed for _, committed in ends] == [exported, exported]
-    assert exported not in {mixture for mixture, _ in ends}
+    assert [one[1], two[1]] == [exported, exported]
+    assert exported not in {one[0], two[0]}
+    both = one[2].keys() & two[2].keys()
+    assert len(both) >= 5
+    assert [one[2][versions] for versions in both] == [two[2][versions] for versions in both]
 
 
 @pytest.mark.parametrize(("setting", "least"), [(carry(), 0.9), (overwrite(), 0.0)], ids=str)
 def test_two_nodes_of_unlike_speed_account_for_every_sample(setting, least):
     """B60: speeds 1.0 and 1.9. The ledgers add up at every commit; carrying loses next to none."""
-    settings = algorithm(sync_every=8, fragments=2, alignment=setting, lease_seconds=10.0)
+    settings = algorithm(
+        sync_every=8, fragments=2, alignment=setting, lease_seconds=10.0, flush_on_close=True
+    )
     mailbox, meet = memory(), Meeting(2)
     trained = {"slow": (150, 0.019), "fast": (285, 0.010)}
 
