@@ -101,6 +101,14 @@ class Dropped(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WrongLedger(Event):
+    """A round record holds a ledger that does not add up, or contradicts the records before it."""
+
+    round: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
     """Training pauses until a round is committed, because `overlap_steps` says so."""
 

@@ -39,19 +39,19 @@ class Ledger(msgspec.Struct, frozen=True):
     """Where the samples of one incarnation went, for one fragment.
 
     `processed = merged + sum(dropped) + pending` at all times; `pending` is what was trained since
-    the last alignment, published or not.
+    the last alignment, published or not. `processed` is counted apart from the others, as steps are
+    trained, so that whoever reads a ledger can see whether it adds up.
     """
 
     merged: int = 0
     dropped: dict[str, int] = {}  # By reason, one of DROPS.
     pending: int = 0
-
-    @property
-    def processed(self) -> int:
-        return self.merged + sum(self.dropped.values()) + self.pending
+    processed: int = 0
 
     def train(self, samples: int) -> Ledger:
-        return msgspec.structs.replace(self, pending=self.pending + samples)
+        return msgspec.structs.replace(
+            self, pending=self.pending + samples, processed=self.processed + samples
+        )
 
     def merge(self, samples: int) -> Ledger:
         return msgspec.structs.replace(

@@ -323,6 +323,9 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
     trained = {entry.key: entry.steps for entry in facts.history.of(Snapped)}
     samples = {plan.node: plan.samples for plan in facts.history.scenario.nodes}
     for record in facts.in_order:
+        for who in record.rejected:
+            if who.reason == "counters":  # Nobody here sends wrong ones.
+                yield f"round {record.round}: the ledger of {who.node} does not agree with records"
         for who in record.participants:
             found = facts.delta(record, who)
             if found is None:
@@ -336,6 +339,9 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
             key = ContributionKey(record.round, who.node, who.incarnation, who.final)
             if ledger.processed != trained[key] * per_step:
                 yield f"{place}: the ledger has {ledger.processed} of {trained[key]} steps"
+            parts = (ledger.merged, *ledger.dropped.values(), ledger.pending)
+            if ledger.processed != sum(parts):
+                yield f"{place}: the ledger has {ledger.processed} samples, its parts are {parts}"
             if ledger.pending != who.counters.samples:
                 yield f"{place}: {ledger.pending} samples are pending, {who.counters} were sent"
             if ledger.merged != merged[life, record.fragment]:

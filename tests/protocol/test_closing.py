@@ -27,7 +27,7 @@ def key(node: str, *, round: int = 4, life: int = 1) -> ContributionKey:
 
 
 def accepted(node: str) -> Report:
-    head = ContributionHead("run", 4, 0, 2, node, 1, Counters(4, 32), Ledger(), 4)
+    head = ContributionHead("run", 4, 0, 2, node, 1, Counters(4, 32), Ledger().train(32), 4)
     return Report(key(node), asked=True, head=head, weight=1.0, sha256="s")
 
 

@@ -61,7 +61,9 @@ def reported(node: str, round: int = 0) -> str:
 
 
 def head(node: str, round: int = 0) -> ContributionHead:
-    return ContributionHead("run1", round, round % 2, 0, node, 1, Counters(4, 32), Ledger(), 4)
+    return ContributionHead(
+        "run1", round, round % 2, 0, node, 1, Counters(4, 32), Ledger().train(32), 4
+    )
 
 
 def kinds(effects: tuple[fx.Effect, ...]) -> list[str]:
@@ -203,7 +205,7 @@ def merge_works(effect: fx.Effect, now: float) -> fx.Event | None:
     match effect:
         case fx.Examine(key):
             found = ContributionHead(
-                "run1", key.round, 0, 0, key.node, 1, Counters(4, 32), Ledger(), 4
+                "run1", key.round, 0, 0, key.node, 1, Counters(4, 32), Ledger().train(32), 4
             )
             return fx.Examined(now, key, found, 1.0, "s")
         case fx.Merge(round, attempt, name):

@@ -9,6 +9,7 @@ from jdiloco.errors import FormatError
 from jdiloco.protocol import chain as chains
 from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
+from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.closing import Closing, Phase, Report
 from jdiloco.protocol.keys import ClaimKey, write_id
 from jdiloco.protocol.member.elect import next_closer, pass_over
@@ -194,6 +195,7 @@ def on_examined(turn: Turn, event: fx.Examined) -> None:
         turn.set(closing=closings.ask_again(state.closing, event.key))
         turn.degrade(f"a contribution to round {event.key.round} could not be read")
         return
+    event = _audited(state, event)
     verdict = Report(
         event.key,
         asked=True,
@@ -205,6 +207,16 @@ def on_examined(turn: Turn, event: fx.Examined) -> None:
     turn.set(closing=closings.examined(state.closing, verdict))
     if event.head is not None and state.waits.accepted is None:
         turn.set(waits=replace(state.waits, accepted=turn.now))
+
+
+def _audited(state: MemberState, event: fx.Examined) -> fx.Examined:
+    """The same, or rejected when the learner's ledger does not agree with the records."""
+    if event.head is None:
+        return event
+    life = Life(event.key.node, event.key.incarnation)
+    head = event.head
+    wrong = tallies.fault(state.tally, life, head.fragment, head.counters, head.ledger)
+    return replace(event, head=None, rejected="counters") if wrong else event
 
 
 def _take_over(turn: Turn) -> None:

@@ -12,6 +12,7 @@ from jdiloco.protocol import chain as chains
 from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import sweep
+from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.member.state import Sending, Turn, Waits, mix
@@ -87,6 +88,7 @@ def take_record(turn: Turn, data: bytes) -> None:
     _drop_sending(turn, record)
     _queue(turn, record)
     _announce(turn, record)
+    _count(turn, record)
     _sweep(turn, own=own)
     if own:
         _save(turn)
@@ -116,6 +118,14 @@ def _announce(turn: Turn, record: RoundRecord) -> None:
             cosine=1.0 if record.cosine is None else record.cosine,
         )
     )
+
+
+def _count(turn: Turn, record: RoundRecord) -> None:
+    """Adds up everybody's samples, and says so when a ledger is wrong."""
+    tally, faults = tallies.read(turn.state.tally, record)
+    turn.set(tally=tally)
+    for message in faults:
+        turn.emit(events.WrongLedger(node=turn.state.me.node, round=record.round, message=message))
 
 
 def _queue(turn: Turn, record: RoundRecord) -> None:

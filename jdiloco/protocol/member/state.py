@@ -11,12 +11,14 @@ from jdiloco.errors import JDilocoError
 from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import sweep
+from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.closing import Closing
 from jdiloco.protocol.keys import BeatKey, ContributionKey, Keys
 from jdiloco.protocol.lease import Lease, Verdict
 from jdiloco.protocol.records import Build, RoundRecord
 from jdiloco.protocol.rules import Life, Rules, closes
+from jdiloco.protocol.tally import Tally
 
 CHECK_LEASES = 10
 """A node looks whether the mailbox still holds its run once in so many lease timeouts."""
@@ -61,6 +63,7 @@ class MemberState:
     chain: Chain
     closing: Closing
     waits: Waits
+    tally: Tally  # Of everybody's samples.
     # What the newest listing showed.
     leases: dict[Life, Lease] = dataclasses.field(default_factory=dict)
     verdict: Verdict = NOBODY
@@ -137,6 +140,7 @@ def start(
         chain=chain,
         closing=closings.opened(chain.round, chain.named, me, can_close=closes(role)),
         waits=Waits(opened=now),
+        tally=tallies.begin(chain.records, complete=chain.read < 0),
         records_to=chain.read,
         beat=beat,
         beaten=True,
