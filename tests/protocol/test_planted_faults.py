@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from jdiloco.protocol import alignment, closing, fragment, learner, lease, member, schedule, sweep
+from jdiloco.protocol import (
+    alignment,
+    closing,
+    fragment,
+    learner,
+    lease,
+    member,
+    schedule,
+    sweep,
+    tally,
+)
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
 from jdiloco.testing.simulate import mailbox, node, values
@@ -234,8 +244,10 @@ def more_in_flight_than_fragments(patch: Patch) -> None:
 
 
 def stale_contributions_are_accepted(patch: Patch) -> None:
-    """The same, and closers do not compare the version that a contribution was made against."""
+    """The same, and closers compare neither the version that a contribution was made against nor
+    its ledger with the records."""
     more_in_flight_than_fragments(patch)
+    patch.setattr(tally, "fault", lambda *arguments: "")
     real = values.check
 
     def lenient(found, key, keys, specs, *, fragment, version, delta_dtype):
