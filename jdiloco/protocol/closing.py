@@ -17,7 +17,8 @@
 A node closes a round when the record before names it, or when it has claimed it. Claims only save
 work: the record is the commit, created once, and a closer that is passed over goes on and tries all
 the same. From the moment a record has been sent its outcome is open until some record of the round
-has been read: until then the same bytes are sent again, and nothing of the attempt is deleted.
+has been read: until then the same bytes are sent again, ever later, as some stores refuse a key
+that is written too often, and nothing of the attempt is deleted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jdiloco.protocol.closing import Closing, Phase, Report
 from jdiloco.protocol.keys import ClaimKey, write_id
 from jdiloco.protocol.member.elect import next_closer, pass_over
 from jdiloco.protocol.member.follow import take_record, write
-from jdiloco.protocol.member.state import MemberState, Turn, Waits, has_ended, mix
+from jdiloco.protocol.member.state import MemberState, Turn, has_ended, later, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
 from jdiloco.protocol.rules import NO_CLOSER, Life
 
@@ -127,20 +127,10 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
         turn.set(closing=refused)
         return
     if event.anchor is None:
-        turn.set(closing=closings.merge_failed(closing), waits=_later(turn))
+        turn.set(closing=closings.merge_failed(closing), waits=later(turn))
         turn.degrade(f"closing round {event.round} failed: {event.error}")
         return
     _write_record(turn, closing, event)
-
-
-def _later(turn: Turn) -> Waits:
-    """A merge that fails fails often: the next tries come ever later, at most a lease apart.
-
-    Listings that succeed meanwhile say nothing of it, so it has a wait of its own.
-    """
-    state = turn.state
-    wait = min(state.poll_seconds * 2**state.waits.failed, state.rules.lease_seconds)
-    return replace(state.waits, failed=state.waits.failed + 1, retry=turn.now + wait)
 
 
 def _write_record(turn: Turn, closing: Closing, merged: fx.Merged | None = None) -> None:

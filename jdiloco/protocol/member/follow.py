@@ -15,14 +15,14 @@ from jdiloco.protocol import sweep
 from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.keys import ContributionKey
-from jdiloco.protocol.member.state import Sending, Turn, Waits, mix
+from jdiloco.protocol.member.state import Sending, Turn, Waits, later, mix
 from jdiloco.protocol.records import RoundRecord, unseal
 from jdiloco.protocol.rules import Life, trains
 
 
 def read_next_record(turn: Turn) -> None:
     state = turn.state
-    doubt = state.closing.phase is Phase.DOUBT
+    doubt = state.closing.phase is Phase.DOUBT and turn.now >= state.waits.retry
     if state.reading or not (doubt or state.records_to > state.chain.read):
         return
     turn.set(reading=True)
@@ -41,6 +41,7 @@ def on_record_read(turn: Turn, event: fx.RecordRead) -> None:
         turn.set(records_to=state.chain.read)
         if state.closing.phase is Phase.DOUBT:
             turn.degrade("a round record was refused, yet nothing is there")
+            turn.set(waits=later(turn))  # Some stores refuse a key that is written too often.
             write(turn, state.closing.record)
     else:
         take_record(turn, event.data)

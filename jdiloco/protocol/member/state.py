@@ -45,7 +45,7 @@ class Waits:
     accepted: float | None = None  # The first contribution was accepted.
     closable: float | None = None  # Seen by the closer.
     merging: float | None = None
-    failed: int = 0  # Attempts to merge that came to nothing.
+    failed: int = 0  # Attempts to merge or to write the record that came to nothing.
     retry: float = 0.0  # No further attempt before this.
     seemed_closable: float | None = None  # Seen by everybody else.
 
@@ -202,3 +202,13 @@ def mix(old: float | None, new: float, *, count: int) -> float:
     """
     share = max(0.1, 1 / max(1, count))
     return new if old is None else (1 - share) * old + share * new
+
+
+def later(turn: Turn) -> Waits:
+    """What fails fails often: the next tries come ever later, at most a lease apart.
+
+    Listings that succeed meanwhile say nothing of it, so it has a wait of its own.
+    """
+    state = turn.state
+    wait = min(state.poll_seconds * 2**state.waits.failed, state.rules.lease_seconds)
+    return replace(state.waits, failed=state.waits.failed + 1, retry=turn.now + wait)

@@ -46,6 +46,7 @@ class Mailbox:
         self._keys: list[str] = []
         self._born: dict[str, float] = {}
         self.sent: builtins.list[Sent] = []
+        self._tried: dict[str, float] = {}  # When a create of a key arrived last.
         self._gone: list[tuple[float, str]] = []  # When which key was deleted.
 
     # What processes ask for
@@ -84,6 +85,8 @@ class Mailbox:
         def perform() -> Callable[[], Any]:
             if self._out():
                 return _no_answer
+            if self._too_soon(request):
+                return _too_many_requests
             found = self._perform(process.name, request, fate)
             return (lambda: found) if fate != "lost" else _no_answer
 
@@ -110,6 +113,14 @@ class Mailbox:
 
     def _out(self) -> bool:
         return any(start <= self.world.now < end for start, end in self._scenario.outages)
+
+    def _too_soon(self, request: Request) -> bool:
+        """Whether the store wants its writes to one key further apart, as Google's does."""
+        if request.verb != "create":
+            return False
+        before = self._tried.get(request.key, -self._scenario.key_seconds)
+        self._tried[request.key] = self.world.now
+        return self.world.now - before < self._scenario.key_seconds
 
     def _fate(self, request: Request) -> str:
         faults = self._scenario.faults
@@ -178,3 +189,7 @@ class Mailbox:
 
 def _no_answer() -> Any:
     raise StoreUnavailable("The store did not answer; the request may have been carried out.")
+
+
+def _too_many_requests() -> Any:
+    raise StoreUnavailable("HTTP 429: this key was written a moment ago.")

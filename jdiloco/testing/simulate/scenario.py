@@ -84,6 +84,7 @@ class Scenario:
     latency_seconds: float = 0.02  # The mean, each way.
     timeout_seconds: float = 1.0  # After so long a request without an answer is given up.
     faults: Faults = NO_FAULTS
+    key_seconds: float = 0.0  # A key written less than so long ago refuses a write (HTTP 429).
     outages: tuple[tuple[float, float], ...] = ()  # The store does not answer: from, to.
     horizon: float = 600.0  # When the simulation is cut off.
 
