@@ -199,8 +199,10 @@ class _Probes:
     # Figures
 
     def listing_cost(self) -> str:
-        honours = getattr(self._store, "honours_after", None)
-        if honours is False:
+        for number in range(3):
+            self._store.create(self._key(f"cost/{number}"), b"")
+        self._store.list(self._key("cost/"), after=self._key("cost/1"))
+        if getattr(self._store, "honoured_after", None) is False:
             return (
                 "begins at the start whatever is asked for, so once a run has a thousand rounds a "
                 "look at it costs three listings instead of one"

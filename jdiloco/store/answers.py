@@ -36,6 +36,8 @@ _HINTS = {
     "RequestTimeTooSkewed": "Set this machine's clock",
     "PermanentRedirect": "The bucket is in another region: say `region`",
     "AuthorizationHeaderMalformed": "The bucket is in another region: say `region`",
+    "InvalidAccessKeyId": "The credentials are not valid here",
+    "SignatureDoesNotMatch": "The credentials are not valid here",
     "401": "The credentials are not valid here",
     "403": "These credentials may not do that: a run has to read, write, list and delete",
     "429": "It is asked too often",

@@ -6,7 +6,8 @@ our own object would make the second one fail and we should read that as somebod
 create without a clear answer raises, and whoever called it settles the doubt by reading
 (`jdiloco.store.settle`). What S3 calls a conflict (409) and says of a taken key (412) both come
 back as False: of the first nothing is stored, and that too shows when it is read. Requests that
-change nothing, and deletes, are repeated here, with growing waits, within the limits below.
+change nothing, and deletes, are repeated here, with growing waits, within the limits below. What a
+server says of how long to wait (`Retry-After`) the client does not show; the waits grow all the same.
 
 Limits. As opened, a store is for objects of any size: a write may take as long as its size does
 over `bytes_per_second_min`, a read as long as something arrives. `within` gives the same store for
@@ -71,10 +72,10 @@ class BucketStore:
 
     Opening asks the bucket nothing.
 
-    `honours_after` is whether listings begin where they are asked to; None until one was.
+    `honoured_after` is whether the newest listing began where it was asked to; None until one was.
     """
 
-    honours_after: bool | None = None
+    honoured_after: bool | None = None
 
     def __init__(
         self,
@@ -221,11 +222,13 @@ class BucketStore:
         import obstore
 
         client, offset = self._clients.reader, safe_offset(top, after) if after else None
+        honoured = True
         for page in obstore.list(client, top or None, offset=offset, chunk_size=PAGE_KEYS):
             for meta in page:
-                if offset is not None:
-                    self.honours_after = self.honours_after is not False and meta["path"] > offset
+                honoured = honoured and meta["path"] > (offset or "")
                 yield Entry(meta["path"], meta["size"])
+        if offset:
+            self.honoured_after = honoured
 
     def _walk(self, top: str, prefix: str, after: str) -> Iterator[Entry]:
         """The same, directory by directory, without those that hold nothing of what is wanted."""
