@@ -7,7 +7,7 @@ create without a clear answer raises, and whoever called it settles the doubt by
 (`jdiloco.store.settle`). What S3 calls a conflict (409) and says of a taken key (412) both come
 back as False: of the first nothing is stored, and that too shows when it is read. Requests that
 change nothing, and deletes, are repeated here, with growing waits, within the limits below. What a
-server says of how long to wait (`Retry-After`) the client does not show; the waits grow all the same.
+server says of how long to wait (`Retry-After`) the client does not show.
 
 Limits. As opened, a store is for objects of any size: a write may take as long as its size does
 over `bytes_per_second_min`, a read as long as something arrives. `within` gives the same store for

@@ -39,7 +39,13 @@ def test_a_real_bucket_can_carry_a_run_and_is_left_as_it_was(seaweed_server):
     store.create("bystander", b"1")
     code, said = told(store)
     assert code == 0, said
-    for figure in ("one winner each", "one request for a look", "MB/s there", "create ", "from this machine's"):
+    for figure in (
+        "one winner each",
+        "one request for a look",
+        "MB/s there",
+        "create ",
+        "from this machine's",
+    ):
         assert figure in said
     assert [row.key for row in store.list("")] == ["bystander"]
 

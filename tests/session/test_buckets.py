@@ -16,6 +16,8 @@ import pytest
 from jdiloco import events
 from jdiloco.errors import StoreIgnoresConditions, StoreUnavailable
 from jdiloco.session import load
+from jdiloco.store import MemoryStore, Store
+from jdiloco.testing.faults import FaultyStore
 from tests.store import servers, stub
 
 from . import bucket_node
@@ -148,6 +150,38 @@ def test_a_bucket_that_is_not_there_is_named(seaweed_server):
     mailbox = f"s3://no-such-bucket/run?endpoint={seaweed_server.endpoint}"
     with pytest.raises(StoreUnavailable, match="no such bucket"):
         load(mailbox, vector(1.0))
+
+
+class TwoWays(FaultyStore):
+    """A store with a second way for small requests; both remember what went there."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(), {})
+        self.small = FaultyStore(self.inner, {})
+        self.limits: list[float] = []
+
+    def within(self, seconds: float) -> Store:
+        self.limits.append(seconds)
+        return self.small
+
+
+def test_what_keeps_a_lease_alive_goes_another_way_than_what_is_large():
+    """Listings, beats and records go the small way, which ends within a third of a beat."""
+    store = TwoWays()
+    settings = algorithm(sync_every=2, overlap_steps=0, beat_seconds=0.3, checkpoint_every=1)
+    with session(vector(1.0), settings, store, "ada") as s:
+        params = s.params
+        for _ in range(8):
+            params = s.step({"w": params["w"] - 1}, samples=1)
+            time.sleep(0.1)
+    large = ("/data/", "/save/", ".2.ada")
+    assert store.limits == pytest.approx([0.1] * len(store.limits))
+    for call in store.calls:
+        swept = call.verb == "delete"  # Nobody waits for that.
+        assert swept or any(part in call.key for part in large), call
+    small = [call for call in store.small.calls if call.verb == "create"]
+    assert not [call for call in small if any(part in call.key for part in large)]
+    assert {"list", "create", "get"} <= {call.verb for call in store.small.calls}
 
 
 @pytest.mark.long
