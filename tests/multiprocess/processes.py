@@ -180,15 +180,19 @@ class Nodes:
                 assert self._may_end_so(process), f"{process}\n{process.output.read_text()}"
 
     def _may_end_so(self, process: Process) -> bool:
+        """Of processes with one id at a time one may take up a life, whichever is first: a twin may
+        also get ahead of the restart of a node that was killed soon after it woke up.
+        """
+        namesakes = [other for other in self.processes if other.name == process.name]
         match process.process.returncode:
             case 0:
                 return process.fate == "told to leave" or (self.folder / "stop").exists()
             case -9:
                 return process.fate == "killed"
             case code if code == SUPERSEDED:
-                return sum(other.name == process.name for other in self.processes) > 1
+                return len(namesakes) > 1
             case code:
-                return code == ID_IN_USE and process.fate == "twin"
+                return code == ID_IN_USE and any(other.fate == "twin" for other in namesakes)
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
         self._later.append((time.monotonic() + seconds, act))
