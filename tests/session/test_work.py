@@ -249,8 +249,6 @@ def test_a_node_waits_for_units_that_others_hold_unless_it_is_told_not_to():
 def test_a_queue_says_what_it_wants():
     with pytest.raises(UsageError, match="name of a queue"):
         jdiloco.SharedQueue(3, name="Epoch 1")
-    with pytest.raises(UsageError, match="same on every node"):
-        jdiloco.SharedQueue.__wrapped__(iter([1]))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="-1"):
         jdiloco.SharedQueue(-1)
     with pytest.raises(UsageError, match="0 nodes"):
@@ -371,7 +369,7 @@ def test_a_node_at_a_barrier_holds_up_no_round_that_the_other_waits_for():
                 for _ in range(steps):
                     params = s.step(on_row(params, 0)[0], samples=1)
                 params = s.wait_at(jdiloco.Barrier("middle", 2, timeout=60.0), params)
-                for _ in range(4):
+                for _ in range(20):
                     params = s.step(on_row(params, 1)[0], samples=1)
                 read = node_of(s).state.chain.read
             return read
@@ -379,9 +377,9 @@ def test_a_node_at_a_barrier_holds_up_no_round_that_the_other_waits_for():
         return run
 
     together(program("a", 2), program("b", 12))
-    found = records(store)
-    assert len(found) >= 6
-    assert {p.node for p in found[-1].participants} == {"a", "b"}
+    found = [{who.node for who in record.participants} for record in records(store)]
+    assert {"b"} in found  # While the other was at the barrier.
+    assert {"a", "b"} in found[found.index({"b"}) :]
 
 
 def test_a_node_that_waits_takes_up_commits():

@@ -53,7 +53,7 @@ def on_progress(turn: Turn, event: fx.Progress) -> None:
     state = turn.state
     told_at_once = ("resting", "closing", "finished", "left")
     urgent = event.phase != state.phase and event.phase in told_at_once
-    started = state.phase == "joining"
+    started = state.phase in ("joining", "resting", "closing") and event.phase == "training"
     turn.set(phase=event.phase, train_step=event.step, next_round=event.next_round)
     if urgent or started:
         turn.set(next_beat=turn.now)
