@@ -532,7 +532,7 @@ def w2_shared_work_is_completed(facts: Facts) -> Violations:
     covers its last batch."""
     scenario = facts.history.scenario
     ended = {entry.who for entry in facts.history.of(Fate) if entry.detail == "finished"}
-    sharers = {plan.node for plan in scenario.nodes if plan.work == "queue"}
+    sharers = {plan.node for plan in scenario.nodes if plan.work == "queue" and not plan.quits}
     if not any(who.partition("#")[0].rstrip("b") in sharers for who in ended):
         return
     pool = Pool.queue("work", len(scenario.units))

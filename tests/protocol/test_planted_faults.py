@@ -15,19 +15,23 @@ import pytest
 from jdiloco.protocol import (
     alignment,
     closing,
+    desk,
     fragment,
+    joining,
     learner,
     lease,
     member,
     schedule,
     sweep,
     tally,
+    work,
 )
+from jdiloco.protocol.keys import UnitKey
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
 from jdiloco.testing.simulate import mailbox, node, values
 
-Plan, Faults = simulate.Plan, simulate.Faults
+Death, Plan, Faults = simulate.Death, simulate.Plan, simulate.Faults
 Patch = pytest.MonkeyPatch
 
 FAULTY = Faults(fail=0.05, lose=0.08, late=0.08, taken=0.05, stale=0.1, until=25.0)
@@ -77,6 +81,34 @@ def a_late_joiner() -> Iterator[simulate.Scenario]:
     plans = (Plan(node="a", steps=300), Plan(node="b", steps=150, starts=60.0))
     for seed in range(1000):
         yield simulate.scenario(*plans, quorum_size=2, follow=0, seed=seed)
+
+
+def sharing(**settings) -> Iterator[simulate.Scenario]:
+    """Three nodes share a queue on a bad store; one sleeps for longer than its lease, and one
+    leaves in the middle."""
+    for seed in range(1000):
+        sleeper = Plan(node="a", work="queue", pauses=((6.0 + seed % 4, 8.0 + 2 * (seed % 5)),))
+        quitter = Plan(node="b", work="queue", quits=7 + seed % 9)
+        plans = (sleeper, quitter, *(Plan(node=n, work="queue") for n in ("c", "d")))
+        chosen = {"units": (12,) * 8, "faults": FAULTY, **settings}
+        yield simulate.scenario(*plans, seed=seed, horizon=300.0, **chosen)
+
+
+def sharing_and_sleeping() -> Iterator[simulate.Scenario]:
+    """One of two that share a queue sleeps until the other has done all of it and is gone."""
+    for seed in range(1000):
+        sleeper = Plan(node="a", work="queue", pauses=((5.0 + 0.3 * (seed % 10), 40.0),))
+        plans = (sleeper, Plan(node="b", work="queue", starts=0.5))
+        yield simulate.scenario(*plans, seed=seed, units=(20, 20), sync_every=4)
+
+
+def sharing_and_dying() -> Iterator[simulate.Scenario]:
+    """One of three that share a queue is killed at a step."""
+    for seed in range(1000):
+        death = Death(at=6.0 + 0.25 * (seed % 40))
+        mortal = Plan(node="a", work="queue", deaths=(death,))
+        plans = (Plan(node="b", work="queue"), mortal, Plan(node="c", work="queue"))
+        yield simulate.scenario(*plans, seed=seed, units=(7,) * 12, horizon=300.0)
 
 
 def a_hung_learner() -> Iterator[simulate.Scenario]:
@@ -482,6 +514,65 @@ def leases_compare_wall_clocks(patch: Patch) -> None:
     patch.setitem(member._HANDLERS, close.fx.Listed, by_the_clock)
 
 
+def claims_are_deleted_when_given_back(patch: Patch) -> None:
+    """A unit that is given back is free because its claim is gone."""
+
+    def give_back(self, held, batches):
+        del batches
+        key = self._keys.unit(self.pool, UnitKey(held.unit, held.claim))
+        yield joining.Delete((key,))
+
+    patch.setattr(work.Claims, "give_back", give_back)
+
+
+def claims_are_made_without_a_number(patch: Patch) -> None:
+    """Whoever sees a unit free in a listing takes it, whoever else has by then."""
+    real = work.settle
+
+    def believe(key, data, waiting):
+        yield from real(key, data, waiting)
+        return data
+
+    patch.setattr(work, "settle", believe)
+
+
+def work_is_taken_over_from_a_life_that_goes_on(patch: Patch) -> None:
+    """The lease has ended, which is thought to be enough."""
+
+    def nothing(*args, **more):
+        del args, more
+        yield from ()
+
+    patch.setattr(work, "end_life", nothing)
+
+
+def a_unit_is_taken_over_from_its_first_batch(patch: Patch) -> None:
+    """As if the dead node had published nothing of it."""
+
+    def nothing(*args, **more):
+        del args, more
+        yield from ()
+        return {}
+
+    patch.setattr(work, "read_work", nothing)
+
+
+def a_unit_is_complete_once_it_is_trained(patch: Patch) -> None:
+    """Though its last batches have not been published, and may never be."""
+    patch.setattr(desk.Piece, "mark", property(lambda self: "done" if self.ended else ""))
+    patch.setattr(desk.Desk, "recall", lambda self: self.pieces.clear())
+
+
+def a_life_that_wakes_up_does_not_ask_whether_it_was_ended(patch: Patch) -> None:
+    """The beats of its successor have been swept by then."""
+    patch.setattr(member.listen, "_may_have_been_ended", lambda state: False)
+
+
+def nobody_reports_what_it_has_trained(patch: Patch) -> None:
+    """A node with nothing left to train publishes when a round is due, which is never."""
+    patch.setattr(desk.Desk, "owes", lambda self, *, outstanding: False)
+
+
 FAULTS = [
     # fault, runs, seeds, properties of which one must say so
     (no_read_back, of_two, 5, {"S5"}),
@@ -513,6 +604,13 @@ FAULTS = [
     (a_closer_that_is_passed_over_stops, slow_closers, 1, {"L1"}),
     (a_syncer_is_never_taken_over_from, a_hung_syncer, 1, {"L1"}),
     (leases_compare_wall_clocks, clocks_hours_apart, 1, {"L2"}),
+    (claims_are_deleted_when_given_back, sharing, 5, {"S3", "W1"}),
+    (claims_are_made_without_a_number, sharing, 5, {"S3", "W1"}),
+    (work_is_taken_over_from_a_life_that_goes_on, sharing, 15, {"S3"}),
+    (a_unit_is_taken_over_from_its_first_batch, sharing, 10, {"S3"}),
+    (a_unit_is_complete_once_it_is_trained, sharing_and_dying, 3, {"W2"}),
+    (a_life_that_wakes_up_does_not_ask_whether_it_was_ended, sharing_and_sleeping, 5, {"S3"}),
+    (nobody_reports_what_it_has_trained, sharing, 3, {"L1"}),
 ]
 
 
@@ -525,5 +623,19 @@ def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
 
 
 @pytest.mark.parametrize("runs", sorted({runs for _, runs, _, _ in FAULTS} - {drawn}, key=str))
+@pytest.mark.parametrize(
+    "runs",
+    [
+        of_two,
+        late_answers,
+        failing_uploads,
+        sharing,
+        sharing_and_sleeping,
+        sharing_and_dying,
+        a_late_joiner,
+        a_hung_learner,
+        an_outage,
+    ],
+)
 def test_the_runs_that_find_them_are_sound_without_a_fault(runs):
     assert not found_by(runs(), 5)

@@ -144,10 +144,12 @@ class Learner:
             unit = piece.held.unit
             size = self._scenario.batches(desk.pool, unit)
             while piece.trained < size and not piece.recalled:
+                if self._plan.quits and len(self._rows) >= self._plan.quits:
+                    return
                 yield from self._train_row((desk.pool.unit(unit), piece.trained), piece)
-            piece.ended = not piece.recalled and self._plan.work == "queue"
             if self._plan.work == "rank":
                 return
+            piece.ended = not piece.recalled
 
     def _rest(self, until: Callable[[], bool], go_on: Callable[[], None]) -> Asking:
         """Trains nothing for a while; commits are taken, and what others must hear is published."""

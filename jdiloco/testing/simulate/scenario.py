@@ -50,6 +50,7 @@ class Plan:
     pauses: tuple[tuple[float, float], ...] = ()  # The whole process sleeps: from, for seconds.
     deaths: tuple[Death, ...] = ()  # One per life, in order.
     work: str = ""  # "queue" or "rank": in place of rows of its own it trains what it claims.
+    quits: int = 0  # After so many steps of a queue it leaves; 0: when the queue is over.
     again: tuple[float, ...] = ()  # Its id is started once more, whoever still runs.
 
 
@@ -139,11 +140,11 @@ def draw(seed: int) -> Scenario:
     settings["alignment"] = random.Random(f"alignment {seed}").choice(ALIGNMENTS)
     odds = rng.choice((0.0, 0.02, 0.06))
     plans = tuple(_draw_node(rng, index, calm) for index in range(count))
-    plans, units = _draw_work(random.Random(f"work {seed}"), plans)
+    plans, work = _draw_work(random.Random(f"work {seed}"), plans)
     plans = _draw_roles(random.Random(f"roles {seed}"), plans, calm)
     return scenario(
         *plans,
-        units=units,
+        **work,
         **settings,
         seed=seed,
         flush=rng.random() < 0.5,
@@ -156,16 +157,25 @@ def draw(seed: int) -> Scenario:
 
 def _draw_work(
     rng: random.Random, plans: tuple[Plan, ...]
-) -> tuple[tuple[Plan, ...], tuple[int, ...]]:
-    """In a third of the runs the nodes, or all but one, work on a shared queue."""
+) -> tuple[tuple[Plan, ...], dict[str, tuple[int, ...]]]:
+    """In a third of the runs the nodes, or all but one, work on a shared queue; or on ranks, of
+    which there may be fewer than nodes."""
     if rng.random() > 1 / 3:
-        return plans, ()
+        return plans, {}
+    if rng.random() < 0.2:
+        count = rng.choice((len(plans), max(1, len(plans) - 1)))
+        slices = tuple(rng.randint(10, plan.steps) for plan in plans[:count])
+        return tuple(replace(plan, work="rank") for plan in plans), {"ranks": slices}
     own = rng.choice((None, None, len(plans) - 1)) if len(plans) > 1 else None
-    sharing = [replace(p, work="queue") if i != own else p for i, p in enumerate(plans)]
+    sharing = []
+    for index, plan in enumerate(plans):
+        quits = rng.randint(1, plan.steps // 3) if index and rng.random() < 0.3 else 0
+        shared = replace(plan, work="queue", quits=quits)
+        sharing.append(plan if index == own else shared)
     trained = sum(plan.steps for plan in sharing if plan.work)
     size = rng.choice((1, 4, 10, 25))
     sizes = [rng.choice((size, size, max(1, size // 2))) for _ in range(trained // size // 2)]
-    return tuple(sharing), tuple(sizes)
+    return tuple(sharing), {"units": tuple(sizes)}
 
 
 def _draw_roles(rng: random.Random, nodes: tuple[Plan, ...], calm: float) -> tuple[Plan, ...]:
