@@ -206,7 +206,7 @@ class Session:
             return
         with contextlib.suppress(_StopRequested):
             if self._work is not None:
-                self._params = self._work.give_back(self._params, self._patience)
+                self._params = self._work.give_back(self._params)
             self._params = self._live().finish(
                 self._params,
                 flush=self.algorithm.flush_on_close,
@@ -303,7 +303,12 @@ class Session:
         if self._learner is None:
             return
         self._work = Work(
-            self._node, self._learner, self._clock, self._waiting(), self._clock.fresh()
+            self._node,
+            self._learner,
+            self._clock,
+            self._waiting(),
+            patience=self._patience,
+            nonce=self._clock.fresh(),
         )
         if self._ranks is not None:
             self._params, self._rank = self._work.take_rank(self._params, self._ranks)

@@ -99,6 +99,11 @@ class Learner:
         """Batches of the node's own data that are behind it."""
         return self._state.position + self._steps
 
+    @property
+    def unheard_seconds(self) -> float:
+        """How long nothing has been committed, or since it began to rest."""
+        return self._clock.now() - self._heard_at
+
     # Opening and reading
 
     def open(self, params: Any) -> Any:
@@ -268,7 +273,8 @@ class Learner:
         """
         if self._halted is not None:
             raise self._halted
-        began, told = self._clock.now(), False
+        began = self._heard_at = self._clock.now()
+        told = False
         go_on()
         while not until():
             if not told and self._clock.now() - began >= quiet:

@@ -143,12 +143,12 @@ class Counter:
             self._marking = False
         self.tidy()
 
-    def ready(self, *, stay: bool) -> bool:
+    def ready(self, *, stay: bool, stuck: bool) -> bool:
         """A unit lies ready, or none will come."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            return self.desk.ready or self.desk.over(stay=stay)
+            return self.desk.ready or self.desk.over(stay=stay, stuck=stuck)
 
     def next(self) -> Piece | None:
         with self._lock:
@@ -187,12 +187,20 @@ class Work:
     """What a session does of shared work. All of it is called from the user's thread."""
 
     def __init__(
-        self, node: Node, learner: Learner, clock: Clock, waiting: Waiting, nonce: str
+        self,
+        node: Node,
+        learner: Learner,
+        clock: Clock,
+        waiting: Waiting,
+        *,
+        patience: float,
+        nonce: str,
     ) -> None:
         self._node = node
         self._learner = learner
         self._clock = clock
         self._waiting = waiting
+        self._patience = patience
         self._nonce = nonce
         self._errands: Errands | None = None
         self._counters: dict[str, Counter] = {}
@@ -240,16 +248,31 @@ class Work:
 
     def next(self, params: Any, counter: Counter, *, stay: bool) -> tuple[Any, Piece | None]:
         """The next unit to train, None when none is left; waits for one meanwhile."""
-        params = self._rest(params, lambda: counter.ready(stay=stay), counter.go_on)
+
+        def ready() -> bool:
+            stuck = self._learner.unheard_seconds >= self._patience
+            return counter.ready(stay=stay, stuck=stuck)
+
+        params = self._rest(params, ready, counter.go_on)
         piece = counter.next()
         if piece is not None:
             self._emit_taken(counter, piece)
+        elif not counter.empty:
+            self._warn_stuck(counter)
         return params, piece
 
     def _emit_taken(self, counter: Counter, piece: Piece) -> None:
         unit = counter.desk.pool.unit(piece.held.unit)
         node = self._node.place.life.node
         self._node.emit(events.UnitTaken(node=node, unit=unit, begin=piece.held.begin))
+
+    def _warn_stuck(self, counter: Counter) -> None:
+        message = (
+            f"Nothing has been committed for {self._patience:.0f} s: nobody seems to close rounds. "
+            f"What this node trained last of {counter.desk.pool.name!r} could not be published, "
+            "and will be trained again by whoever goes on with it."
+        )
+        self._node.emit(events.Warned(node=self._node.place.life.node, message=message))
 
     def _rest(self, params: Any, until: Callable[[], bool], go_on: Callable[[], None]) -> Any:
         return self._learner.rest(
@@ -317,11 +340,11 @@ class Work:
 
     # Leaving
 
-    def give_back(self, params: Any, patience: float) -> Any:
+    def give_back(self, params: Any) -> Any:
         """Says of everything in hand how far it is, for others to go on; up to a limit."""
         for counter in self._counters.values():
             counter.recall()
-        end = self._clock.now() + patience
+        end = self._clock.now() + self._patience
 
         def tidy() -> None:
             for counter in self._counters.values():

@@ -137,8 +137,12 @@ class Learner:
         """What `Session.run` does with a queue; of ranks a node takes one and no further."""
         desk = shared.desk
         while True:
-            yield from self._rest(lambda: desk.ready or desk.over(stay=True), shared.go_on)
+            yield from self._rest(
+                lambda: desk.ready or desk.over(stay=True, stuck=self._is_stuck()), shared.go_on
+            )
             piece = desk.next()
+            if piece is None and desk.pieces:
+                self._control.emit(events.Warned(node=self._plan.node, message="stuck"))
             if piece is None:
                 return
             unit = piece.held.unit
@@ -153,7 +157,7 @@ class Learner:
 
     def _rest(self, until: Callable[[], bool], go_on: Callable[[], None]) -> Asking:
         """Trains nothing for a while; commits are taken, and what others must hear is published."""
-        began = self._process.now
+        began = self._heard_at = self._process.now
         told = False
         go_on()
         while not until():
@@ -168,6 +172,15 @@ class Learner:
         self._asleep += self._process.now - began
         self._plan_next()
         self._tell("training")
+
+    @property
+    def _patience(self) -> float:
+        rules = self._scenario.rules
+        return rules.lease_seconds + 10 * self._scenario.poll_seconds + rules.beat_seconds
+
+    def _is_stuck(self) -> bool:
+        """Nothing has been committed for long, though this node rests."""
+        return self._process.now >= self._heard_at + self._patience
 
     def _report(self) -> None:
         outstanding = bool(machine.outstanding(self.state))
@@ -326,8 +339,7 @@ class Learner:
 
     def finish(self) -> Asking:
         """Waits for what is in flight, and gives up after a while without a commit."""
-        rules = self._scenario.rules
-        patience = rules.lease_seconds + 10 * self._scenario.poll_seconds + rules.beat_seconds
+        patience = self._patience
         if self._shared is not None:
             yield from self._give_back(self._shared, patience)
         self._take(self._control.to_learner.take())
