@@ -48,6 +48,7 @@ Turned down.
 Caveats. A damaged round record cannot be replaced, so a run whose store damages objects stands
 still and says so. Objects of nodes that died between two steps of a sweep stay behind.
 
-Tested by seeded simulation of whole runs, by every crash point of joining, and by planted faults
-that the simulation must find (`tests/protocol`), and on real processes by the demo.
+Tested by seeded simulation of whole runs, by a death after every request of a process, and by
+planted faults that the simulation must find (`tests/protocol`); by real sessions that die after
+every write (`tests/session`), and by real processes in a storm of kills (`tests/multiprocess`).
 """
