@@ -13,6 +13,7 @@ Design.
     checks      what the transformations refuse, with the way out
     alignment   what parameters become when a commit arrives
     partition   which tensors make a fragment: a function of names, shapes and types
+    wire        eight and four bits, with scales
     routing     a table of which tensor is merged how
 
 Every tensor passes through a few small jitted kernels. So an eager call and a `jit` around it run
