@@ -30,7 +30,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jdiloco.algo import alignment
+from jdiloco.algo import alignment, wire
 from jdiloco.algo.merges import per_row
 from jdiloco.algo.outer import diloco_outer
 from jdiloco.algo.paths import NamedTree, named_leaves
@@ -350,6 +350,8 @@ def _commit(
 def _delta(anchor: Array, params: Array, dtype: str | None) -> Array:
     """`anchor − params` of every learner, subtracted in fp32 before it is narrowed."""
     delta = anchor.astype(jnp.float32) - params.astype(jnp.float32)
+    if dtype in wire.SMALL:
+        return jax.vmap(lambda one: wire.decode(wire.encode(one, dtype), dtype, one.shape))(delta)
     return delta.astype(dtype or params.dtype)
 
 

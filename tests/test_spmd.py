@@ -91,6 +91,13 @@ def by_nodes(algorithm, dtype):
     return found[0]
 
 
+def sent(algorithm, anchor, params, dtype):
+    delta = oracle.delta(anchor, params)
+    if algorithm.delta_dtype is None:
+        return delta.astype(DTYPES[dtype])
+    return oracle.on_wire(delta, algorithm.delta_dtype)
+
+
 def by_oracle(algorithm, dtype):
     params = initial(dtype)
     plan = Schema.of(jdiloco.algo.specs(params), algorithm).plan
@@ -111,9 +118,7 @@ def by_oracle(algorithm, dtype):
             for k, rows in zip(trained[:, index], SAMPLES, strict=True)
         ]
         for name in plan[index]:
-            deltas = [
-                oracle.delta(params[name], mine[name]).astype(DTYPES[dtype]) for mine in theirs
-            ]
+            deltas = [sent(algorithm, params[name], mine[name], dtype) for mine in theirs]
             direct = algorithm.merge == jdiloco.weighted_mean() or "embed" in name
             merged = (oracle.weighted_mean if direct else oracle.rda)(deltas, weights)
             masters[name], momenta[name] = oracle.outer_step(
@@ -146,6 +151,15 @@ def test_one_program_four_nodes_and_the_oracle_give_the_same_numbers(dtype, merg
                 off = np.abs(a - b) > 0
                 assert off.mean() <= 0.02, (name, off.mean())
                 assert np.all(np.abs(a - b) <= 2.0**-7 * np.abs(b)), name
+
+
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "float4_e2m1fn"])
+def test_deltas_in_a_small_format_give_the_same_numbers_everywhere(wire):
+    algorithm = lock_step(LEARNERS, fragments=3, sync_every=6, in_flight=1, delta_dtype=wire)
+    want = by_oracle(algorithm, "float32")
+    for found in (by_spmd(algorithm, "float32"), by_nodes(algorithm, "float32")):
+        for name in SHAPES:
+            assert distance(found[name], want[name]) <= 2e-6, name
 
 
 def test_one_learner_that_syncs_every_step_is_the_inner_optimiser():

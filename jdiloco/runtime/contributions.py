@@ -13,7 +13,7 @@ from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import ContributionKey, Keys
 from jdiloco.protocol.records import ContributionHead
-from jdiloco.runtime import messages
+from jdiloco.runtime import messages, wire
 from jdiloco.store.base import Buffer, Store
 from jdiloco.types import Counters, TensorSpec
 
@@ -103,7 +103,7 @@ def check(
     if not head.counters.steps <= head.position <= COUNT_MAX:
         raise Rejection("counters")
     try:
-        messages.check(found.tensors, specs, dtypes=delta_dtype)
+        wire.check(found.tensors, specs, delta_dtype)
     except FormatError as error:
         raise Rejection("schema") from error
 

@@ -27,7 +27,7 @@ from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
 from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead, Covered
-from jdiloco.runtime import alignment
+from jdiloco.runtime import alignment, wire
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
@@ -61,6 +61,7 @@ class Learner:
         self._check_stop = check_stop
         self._names = place.schema.plan
         self._wire = place.algorithm.delta_dtype
+        self._subtracted_as = wire.subtracted_as(self._wire)
         self._state = machine.joined(
             place.life,
             place.algorithm.rules(),
@@ -112,7 +113,7 @@ class Learner:
             self._anchors.append(())
             params = self._replace(params, index)
             leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
-            jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._wire))
+            jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._subtracted_as))
             alignment.prepare(self._alignment, leaves, self._anchors[index])
         self._plan()
         self._tell("training")
@@ -318,7 +319,7 @@ class Learner:
         if not snapshot.empty:
             leaves = tuple(map(_on_device, self._holder.get(params, names)))
             anchors = self._near(snapshot.fragment, leaves)
-            delta = _subtracted(anchors, leaves, self._wire)
+            delta = _subtracted(anchors, leaves, self._subtracted_as)
             if needs_snapshot(self._alignment):
                 self._snapshots[snapshot.fragment] = alignment.snapshot(leaves)
 
@@ -326,7 +327,7 @@ class Learner:
             host = dict(zip(names, jax.device_get(delta), strict=bool(delta)))
             if delta and not any(array.any() for array in host.values()):
                 self._warn_unchanged(snapshot)
-            return host
+            return wire.outgoing(host, self._wire)
 
         self._node.contribute(self._head(snapshot), fetch)
 

@@ -23,7 +23,7 @@ from jdiloco.protocol.records import (
     RoundRecord,
     unseal,
 )
-from jdiloco.runtime import contributions, messages, payloads
+from jdiloco.runtime import contributions, messages, payloads, wire
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.close import FragmentCloser, Measured
@@ -96,7 +96,8 @@ class RoundCloser:
             version=request.version,
             delta_dtype=self._algorithm.delta_dtype,
         )
-        measured = self._closer(request.fragment).measure(found.tensors)
+        deltas = wire.incoming(found.tensors, specs, self._algorithm.delta_dtype)
+        measured = self._closer(request.fragment).measure(deltas)
         if not measured.finite:
             raise Rejection("nonfinite")
         self._measured[request.key] = measured

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (lets NumPy know bfloat16 by its name)
+import ml_dtypes  # Also lets NumPy know bfloat16 by its name.
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,6 +85,25 @@ def outer_step(
     step = widen(merged)
     velocity = np.asarray(outer_momentum * widen(momentum) + step)
     return np.asarray(widen(anchor) - outer_lr * (step + outer_momentum * velocity)), velocity
+
+
+def on_wire(x: Tensor, dtype: str) -> Wide:
+    """What arrives of a delta sent as `float8_e4m3fn` (one power-of-two scale for all of it, the
+    largest at 128 or more) or as `float4_e2m1fn` (the least scale per 32 elements that cuts off
+    nothing)."""
+    wide = np.asarray(x, np.float32).astype(np.float64)
+    largest = float(np.max(np.abs(wide), initial=0.0))
+    if dtype == "float8_e4m3fn":
+        scale = 2.0 ** (np.frexp(largest)[1] - 8) if largest else 1.0
+        return (wide / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    found = np.zeros(wide.size)
+    for start in range(0, wide.size, 32):
+        block = wide.reshape(-1)[start : start + 32]
+        top = np.max(np.abs(block))
+        scale = 2.0 ** np.ceil(np.log2(top / 6)) if top else 1.0
+        small = (block / scale).astype(ml_dtypes.float4_e2m1fn)
+        found[start : start + 32] = small.astype(np.float64) * scale
+    return found.reshape(wide.shape)
 
 
 def narrow(x: Tensor, dtype: Any) -> NDArray[Any]:

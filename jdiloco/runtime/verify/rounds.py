@@ -18,7 +18,7 @@ from jdiloco.errors import FormatError, OutOfRange
 from jdiloco.protocol.keys import ContributionKey
 from jdiloco.protocol.records import Build, Participant, Payload, Rejected, RoundRecord
 from jdiloco.protocol.rules import Life
-from jdiloco.runtime import contributions, messages, payloads
+from jdiloco.runtime import contributions, messages, payloads, wire
 from jdiloco.runtime.close import Closed, FragmentCloser
 from jdiloco.runtime.contributions import Contribution, Rejection
 from jdiloco.runtime.payloads import Tensors, Version
@@ -296,7 +296,9 @@ class Rounds:
 
     def _closed(self, record: RoundRecord, sent: list[Contribution]) -> Closed:
         closer = self._closer(record.fragment)
-        measured = [closer.measure(one.tensors) for one in sent]
+        specs = self._settings.schema.fragment(record.fragment)
+        dtype = self._settings.delta_dtype
+        measured = [closer.measure(wire.incoming(one.tensors, specs, dtype)) for one in sent]
         for one, who in zip(measured, record.participants, strict=True):
             if not one.finite:
                 self._disagree(record, f"merged a delta of {who.node} that is not finite")

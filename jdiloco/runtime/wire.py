@@ -1,0 +1,89 @@
+"""How deltas stand in a message, in the precision that the run has agreed on.
+
+A wide format holds each tensor under its own name. A small one (`jdiloco.algo.wire`) holds two for
+each, `values/{name}` and `scales/{name}`. Both ways are run on a library thread, on the host's
+first CPU device, whatever the user's parameters lie on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdiloco.algo import wire
+from jdiloco.algo.wire import SMALL, Small
+from jdiloco.runtime import messages
+from jdiloco.types import TensorSpec
+
+Tensors = Mapping[str, np.ndarray]
+
+WIDE = ("float32", "bfloat16", "float16")
+FORMATS = (None, *WIDE, *SMALL)
+"""What `delta_dtype` may be. None is each parameter's own type."""
+
+PARTS = Small._fields
+_HELD = {"float8_e4m3fn": "float8_e4m3fn", "float4_e2m1fn": "uint8"}  # As arrays in a message.
+_SCALES = "float8_e8m0fnu"
+
+
+def subtracted_as(dtype: str | None) -> str | None:
+    """The type in which a delta leaves the device; small formats are made of fp32."""
+    return "float32" if dtype in SMALL else dtype
+
+
+def outgoing(deltas: Tensors, dtype: str | None) -> Tensors:
+    """The tensors of a message. `deltas` are in the type of `subtracted_as`."""
+    if dtype not in SMALL:
+        return deltas
+    with _on_the_host():
+        small = {name: wire.encode(jnp.asarray(array), dtype) for name, array in deltas.items()}
+        return {
+            **{f"values/{name}": np.asarray(found.values) for name, found in small.items()},
+            **{f"scales/{name}": np.asarray(found.scales) for name, found in small.items()},
+        }
+
+
+def check(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -> None:
+    """Raises FormatError naming every tensor of a message that is not as it has to be."""
+    if dtype not in SMALL:
+        messages.check(tensors, specs, dtypes=dtype)
+        return
+    wanted = []
+    for spec in specs:
+        values, scales = wire.shapes(dtype, spec.shape)
+        wanted.append(TensorSpec(f"values/{spec.name}", values, _HELD[dtype]))
+        wanted.append(TensorSpec(f"scales/{spec.name}", scales, _SCALES))
+    messages.check(tensors, wanted)
+
+
+def incoming(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -> Tensors:
+    """The deltas by path name, of a message that has passed `check`."""
+    if dtype not in SMALL:
+        return tensors
+    with _on_the_host():
+        return {
+            spec.name: np.asarray(
+                wire.decode(
+                    Small(*(jnp.asarray(tensors[f"{part}/{spec.name}"]) for part in PARTS)),
+                    dtype,
+                    spec.shape,
+                )
+            )
+            for spec in specs
+        }
+
+
+@contextlib.contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Whatever the user has configured: NaN is a value here, and arrays come and go."""
+    with (
+        jax.default_device(jax.devices("cpu")[0]),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        yield
