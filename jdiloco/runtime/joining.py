@@ -29,6 +29,9 @@ TRIES = 8
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 5.0
 
+DENIED_TRIES = 4
+"""How often one is that the store refuses: a gateway that starts knows no buckets for a moment."""
+
 BULK_WAITS = (0.1, 0.3, 1.0, 2.0, 4.0)
 """The same for each file of a checkpoint that is written or read."""
 
@@ -101,9 +104,9 @@ class Performer:
             self._check_stop()
             try:
                 return self._perform(request)
-            except StoreDenied:
-                raise
-            except StoreUnavailable:
+            except StoreUnavailable as error:
+                if isinstance(error, StoreDenied) and left <= TRIES - DENIED_TRIES:
+                    raise
                 if isinstance(request, requests.Create) and self._may_go_on(request.key):
                     return False  # It may have landed: the generator reads back.
                 if not left or isinstance(request, (requests.Create, requests.Saved)):

@@ -62,12 +62,17 @@ def train(mailbox: str, node: str, nodes: int, rounds: int) -> dict:
         initial(), algorithm(nodes), mailbox, node_id=node, poll_interval=0.1, callbacks=(note,)
     ) as session:
         params = session.params
-        while len({beat.node for beat in node_of(session).state.beats}) < nodes:
+        while len(begun(session)) < nodes:  # Or a round would not wait for those still unknown.
             threading.Event().wait(0.05)
         for _ in range(rounds * SYNC_EVERY // FRAGMENTS):
             params = train_step(params, pull)
             params = session.step(params, samples=8)
     return {"node": node, "digest": digest(session.params), "events": seen}
+
+
+def begun(session: jdiloco.Session) -> set[str]:
+    """Who is known to have joined."""
+    return {beat.node for beat in node_of(session).state.beats if beat.phase != "joining"}
 
 
 def main() -> None:

@@ -74,7 +74,8 @@ def test_one_program_ends_with_the_same_bytes_in_a_folder_a_bucket_and_memory(tm
     for where in (str(tmp_path / "run"), mailbox, "memory://the-same-bytes"):
         found = in_threads(where, ("ada", "bob", "cyd"), rounds=4)
         assert all(node["events"].count("Committed") == 4 for node in found)
-        assert [record.round for record in records(where)] == [0, 1, 2, 3]
+        log = records(where)
+        assert [(r.round, len(r.participants)) for r in log] == [(n, 3) for n in range(4)]
         digests |= {node["digest"] for node in found}
         digests.add(digest(load(where, bucket_node.initial())))
     assert len(digests) == 1
@@ -150,6 +151,20 @@ def test_a_bucket_that_is_not_there_is_named(seaweed_server):
     mailbox = f"s3://no-such-bucket/run?endpoint={seaweed_server.endpoint}"
     with pytest.raises(StoreUnavailable, match="no such bucket"):
         load(mailbox, vector(1.0))
+
+
+def test_credentials_that_may_only_read_are_told_so_before_anything_is_trained():
+    with stub.running() as server:
+        server.faults = lambda request: (
+            stub.Fault(status=403, code="AccessDenied") if request.verb == "PUT" else None
+        )
+        settings = algorithm(beat_seconds=3.0, lease_seconds=6.0)
+        with (
+            pytest.raises(StoreUnavailable, match="read, write, list and delete"),
+            session(vector(1.0), settings, server.url("run"), "ada"),
+        ):
+            pass
+        assert server.objects == {}
 
 
 class TwoWays(FaultyStore):

@@ -18,6 +18,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
+import obstore.exceptions
+import obstore.store
+
 ACCESS_KEY, SECRET_KEY = "tester", "a-secret-of-the-tests"
 BUCKET = "mailbox"
 
@@ -34,14 +38,17 @@ START_SECONDS = 60.0
 class Server:
     """A process that can be killed and started again on the same data and ports."""
 
-    def __init__(self, command: list[str], port: int, folder: Path) -> None:
+    def __init__(
+        self, command: list[str], port: int, folder: Path, *, makes_bucket: bool = False
+    ) -> None:
         self.endpoint = f"http://127.0.0.1:{port}"
+        self._makes_bucket = makes_bucket
         self._command = command
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns once it answers requests."""
+        """Returns once it answers requests and, if it makes the bucket itself, that is there."""
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -72,6 +79,25 @@ class Server:
         return f"s3://{BUCKET}/{prefix}?endpoint={self.endpoint}"
 
     def _answers(self) -> bool:
+        return self._listens() and (not self._makes_bucket or self._has_bucket())
+
+    def _has_bucket(self) -> bool:
+        client = obstore.store.S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET_KEY,
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
+        )
+        try:
+            obstore.list_with_delimiter(client)
+        except obstore.exceptions.BaseError:
+            return False
+        return True
+
+    def _listens(self) -> bool:
         try:
             with urllib.request.urlopen(self.endpoint, timeout=1.0):
                 return True
@@ -102,7 +128,7 @@ def seaweed(folder: Path) -> Iterator[Server]:
         *(f"-{role}.port={port}" for role, port in ports.items()),
         *(f"-{role}.port.grpc={port}" for role, port in grpc.items()),
     ]
-    server = Server(command, ports["s3"], folder)
+    server = Server(command, ports["s3"], folder, makes_bucket=True)
     with _running(server):
         yield server
 
