@@ -41,6 +41,25 @@ WAIT_SECONDS = 0.1
 """How long a waiting learner sleeps before it looks at the stop flag again."""
 
 
+class SharedWork:
+    """What a learner has in hand of shared work: nothing, of this class."""
+
+    def cover(self) -> tuple[Covered, ...]:
+        """What a contribution made now covers."""
+        return ()
+
+    def owes(self, *, outstanding: bool) -> bool:
+        """Whether a contribution is wanted, given whether the round of any is open."""
+        del outstanding
+        return False
+
+    def set_down(self) -> None:
+        """This node trains nothing for a while: others go on with what it has not ended."""
+
+
+_NO_WORK = SharedWork()
+
+
 class Learner:
     """One learner's training state between steps."""
 
@@ -54,7 +73,7 @@ class Learner:
         check_stop: Callable[[], None],
     ) -> None:
         place = node.place
-        self.cover: Callable[[], tuple[Covered, ...]] = tuple  # Shared work in hand.
+        self.shared: SharedWork = _NO_WORK
         self._node = node
         self._holder = holder
         self._clock = clock
@@ -252,7 +271,10 @@ class Learner:
                 self.emit(events.Waiting(node=self._state.life.node, round=round))
             if phase != told and phase == "closing":
                 self._node.wake()  # Nobody is to wait for a learner that has stopped.
+                self.shared.set_down()  # Nor for what it has in hand.
             told = phase
+            if phase == "closing":
+                params = self._report(params)
             params = self._take(params, self._await())
         self._paced_at = self._clock.now()
         return params
@@ -263,14 +285,12 @@ class Learner:
         *,
         until: Callable[[], bool],
         go_on: Callable[[], None],
-        owes: Callable[[bool], bool],
         quiet: float,
     ) -> Any:
         """Trains nothing until something is so; commits are taken up all the same.
 
         After `quiet` seconds it says that it rests, and rounds do not wait for it. `go_on` is
-        called again and again; `owes` says whether a contribution is wanted, though no round is
-        due, given whether one is outstanding.
+        called again and again.
         """
         if self._halted is not None:
             raise self._halted
@@ -283,7 +303,7 @@ class Learner:
                 self.emit(events.Resting(node=self._state.life.node))
                 self._tell("resting")
                 self._node.wake()
-            params = self._report(params, owes)
+            params = self._report(params)
             params = self._take(params, self._await())
             go_on()
         self._paced_at = self._clock.now()
@@ -291,8 +311,9 @@ class Learner:
         self._tell("training")
         return params
 
-    def _report(self, params: Any, owes: Callable[[bool], bool]) -> Any:
-        if not owes(bool(machine.outstanding(self._state))):
+    def _report(self, params: Any) -> Any:
+        """Publishes, though no round is due, what others wait to hear of."""
+        if not self.shared.owes(outstanding=bool(machine.outstanding(self._state))):
             return params
         self._settle_steps()
         self._state, effects = machine.report(self._state)
@@ -386,7 +407,7 @@ class Learner:
             step_seconds=self._step_seconds,
             final=snapshot.final,
             empty=snapshot.empty,
-            work=self.cover(),
+            work=self.shared.cover(),
         )
 
     def _align(self, params: Any, align: Align, values: Tensors) -> Any:

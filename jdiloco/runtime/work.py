@@ -22,7 +22,7 @@ from jdiloco.protocol.records import ContributionHead, Covered
 from jdiloco.protocol.work import Claims, Held, Tally
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.joining import Performer
-from jdiloco.runtime.learner import Learner
+from jdiloco.runtime.learner import Learner, SharedWork
 from jdiloco.runtime.node import Node
 from jdiloco.runtime.queues import Barrier
 from jdiloco.runtime.workers import Worker
@@ -183,7 +183,7 @@ class Counter:
             return not self.desk.pieces
 
 
-class Work:
+class Work(SharedWork):
     """What a session does of shared work. All of it is called from the user's thread."""
 
     def __init__(
@@ -205,7 +205,7 @@ class Work:
         self._errands: Errands | None = None
         self._counters: dict[str, Counter] = {}
         self._slice: tuple[Counter, Piece] | None = None
-        learner.cover = self.cover
+        learner.shared = self
         node.landed = self.landed
 
     # What contributions say
@@ -219,8 +219,15 @@ class Work:
         for counter in list(self._counters.values()):
             counter.landed(head.work)
 
-    def _owes(self, outstanding: bool) -> bool:
+    def owes(self, *, outstanding: bool) -> bool:
+        """Whether others wait to hear of what has been trained here."""
         return any(c.owes(outstanding=outstanding) for c in self._counters.values())
+
+    def set_down(self) -> None:
+        """Gives units back, as soon as they may be; a slice stays with its node."""
+        for counter in self._counters.values():
+            if self._slice is None or counter is not self._slice[0]:
+                counter.recall()
 
     # Queues
 
@@ -279,7 +286,6 @@ class Work:
             params,
             until=until,
             go_on=go_on,
-            owes=self._owes,
             quiet=self._waiting.poll_seconds,
         )
 

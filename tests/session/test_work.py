@@ -246,6 +246,24 @@ def test_a_node_waits_for_units_that_others_hold_unless_it_is_told_not_to():
     assert marks(store) == ALL_DONE
 
 
+def test_a_node_that_is_named_to_close_gives_its_units_back_and_takes_some_again():
+    """It leaves training to the other while that trains, and ends with the queue."""
+    store, recorder = memory(), Recorder()
+    first = Program("a", store, role="either", callbacks=(recorder,))
+
+    def second() -> list[int]:
+        wait_until(lambda: first.seen)
+        return Program("b", store)()
+
+    seen = together(first, second)
+    assert recorder.of(events.Paused)
+    assert sorted(row for rows in seen for row in rows) == list(range(ROWS))
+    assert marks(store) == ALL_DONE
+    assert merged_rows(store).max() <= 1
+    given_back = [entry.key for entry in store.list("") if entry.key.endswith(".back")]
+    assert given_back
+
+
 def test_a_queue_says_what_it_wants():
     with pytest.raises(UsageError, match="name of a queue"):
         jdiloco.SharedQueue(3, name="Epoch 1")

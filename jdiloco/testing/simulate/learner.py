@@ -216,9 +216,17 @@ class Learner:
                 self._control.emit(events.Waiting(node=self.state.life.node, round=round))
             if phase != told and phase == "closing":
                 self._control.wake()
+                self._set_down()
             told = phase
+            if phase == "closing":
+                self._report()
             self._take((yield Take(self._control.to_learner, WAIT_SECONDS)))
         self._asleep += self._process.now - began
+
+    def _set_down(self) -> None:
+        """Units go to others; a slice stays with its node."""
+        if self._shared is not None and self._plan.work == "queue":
+            self._shared.desk.recall()
 
     def _plan_next(self) -> None:
         due = machine.steps_to_due(self.state)
