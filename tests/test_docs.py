@@ -78,6 +78,14 @@ def test_the_flax_learner_runs_on_two_machines(tmp_path):
 
 
 @pytest.mark.multiprocess
+def test_two_terminals_divide_the_files(tmp_path):
+    nodes = [run(ROOT / "examples" / "shared_queue.py", cwd=tmp_path) for _ in range(2)]
+    shown = [re.findall(r"on files ([0-9 ]*); loss .*: ([0-9.]+)", finish(n))[0] for n in nodes]
+    assert sorted(int(file) for files, _ in shown for file in files.split()) == list(range(12))
+    assert all(float(loss) < 0.1 for _, loss in shown), shown
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("devices", [1, 8])
 def test_four_learners_train_in_one_program_on_one_device_and_on_eight(tmp_path, devices):
     out = finish(run(ROOT / "examples" / "spmd_learners.py", cwd=tmp_path, devices=devices))
