@@ -133,10 +133,13 @@ class Watched(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivered(Event):
-    """Answers Deliver; not `ok` when the store did not answer."""
+    """Answers Deliver; not `ok` when the store did not answer, or the values are `gone`: swept,
+    because a newer version has replaced them.
+    """
 
     round: int
     ok: bool
+    gone: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

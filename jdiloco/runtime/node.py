@@ -456,7 +456,11 @@ class Node:
         def request() -> fx.Event:
             values = None
             if effect.values:
-                values = made_here if made_here is not None else self._committed(record)
+                try:
+                    values = made_here if made_here is not None else self._committed(record)
+                except FormatError as error:
+                    logger.info("a reader was overtaken by the sweep: %s", error)
+                    return fx.Delivered(self._clock.now(), record.round, False, gone=True)
             self.to_learner.put(Commit(record, values))
             return fx.Delivered(self._clock.now(), record.round, True)
 

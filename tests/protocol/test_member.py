@@ -463,3 +463,88 @@ def test_every_event_has_an_answer_in_a_fresh_state():
     ):
         state, _ = member.step(start(), event)
         assert not state.stopped
+
+
+# One kind of request that fails while all others work
+
+
+def only(*kinds: type) -> Callable[[fx.Effect, float], fx.Event | None]:
+    """A store on which requests of these kinds fail, and no others."""
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        if isinstance(effect, kinds):
+            return dead(effect, now)
+        if isinstance(effect, fx.WriteRecord):
+            return fx.RecordSent(now, effect.round, True)
+        if isinstance(effect, fx.Deliver):
+            return fx.Delivered(now, effect.record.round, True)
+        if isinstance(effect, fx.Upload):
+            return fx.Uploaded(now, effect.key, True)
+        return merge_works(effect, now)
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", [fx.Examine, fx.Merge, fx.WriteRecord, fx.Deliver, fx.Upload])
+def test_a_node_stays_degraded_while_one_kind_of_request_fails(kind):
+    """B102: not told again with every listing that works, and not over because one does."""
+    names = (beat("a", 1), beat("b", 1), reported("a"), reported("b"))
+    world = World(start(), listing(*names, but=only(kind)))
+    world.send(fx.Contributed(0.0, head("a")))
+    world.run(30.0)
+    told = [e for e in world.told if isinstance(e, (events.Degraded, events.Recovered))]
+    assert [type(event) for event in told] == [events.Degraded]
+    assert world.state.degraded
+    assert world.state.troubles
+
+
+def test_a_node_whose_uploads_all_fail_is_degraded_though_others_close_its_rounds():
+    """B102: each round has a record before a second try; the second failure counts all the same."""
+    state, told = start(closer="b"), []
+    for round in range(4):
+        state, _ = member.step(state, fx.Contributed(float(round), head("a", round)))
+        key = ContributionKey(round, "a", 1, False)
+        state, effects = member.step(state, fx.Uploaded(float(round), key, False))
+        told += [e.event for e in effects if isinstance(e, fx.Emit)]
+        state = dataclasses.replace(state, sending=(), hold=0.0)
+        state, effects = member.step(state, fx.Listed(round + 0.5, (beat("a", round + 1),)))
+        told += [e.event for e in effects if isinstance(e, fx.Emit)]
+        assert state.degraded == (round >= 1)
+    assert [type(event) for event in told] == [events.Degraded]
+    state, _ = member.step(state, fx.Uploaded(9.0, key, True))
+    _, effects = member.step(state, fx.Listed(9.5, (beat("a", 9),)))
+    assert "Recovered" in [type(e.event).__name__ for e in effects if isinstance(e, fx.Emit)]
+
+
+def test_a_listing_that_hangs_makes_a_node_degraded_in_time():
+    """No answer ever comes, so none can say so."""
+    state, _ = member.step(start(), fx.Tick(0.0))
+    assert state.polling
+    limit = max(1.0, RULES.beat_seconds / 3)
+    assert member.wake_at(state) <= limit
+    state, effects = member.step(state, fx.Tick(limit - 0.01))
+    assert not state.degraded
+    state, effects = member.step(state, fx.Tick(limit))
+    told = [e.event for e in effects if isinstance(e, fx.Emit)]
+    assert told == [events.Degraded(node="a", because="a listing is not answered in time")]
+    state, effects = member.step(state, fx.Listed(limit + 5, (beat("a", 1),)))
+    assert "Recovered" in [type(e.event).__name__ for e in effects if isinstance(e, fx.Emit)]
+
+
+def test_a_reader_that_the_sweep_overtakes_waits_for_the_newer_record_in_silence():
+    """Unless there is none: then something is missing that should be there."""
+    names = (beat("a", 1), beat("b", 1), reported("a"), reported("b"))
+
+    def swept(effect: fx.Effect, now: float) -> fx.Event | None:
+        if isinstance(effect, fx.Deliver):
+            return fx.Delivered(now, effect.record.round, False, gone=True)
+        return only()(effect, now)
+
+    world = World(start(), listing(*names, but=swept))
+    while len(world.times(fx.Deliver)) < 2:
+        world.run(world.now + POLL)
+    assert not [e for e in world.told if isinstance(e, events.Degraded)]
+    world.run(world.now + 20.0)
+    assert [e.because for e in world.told if isinstance(e, events.Degraded)] == [
+        "the values of round 0 could not be read"
+    ]

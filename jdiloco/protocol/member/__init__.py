@@ -45,6 +45,7 @@ def step(state: MemberState, event: fx.Event) -> tuple[MemberState, tuple[fx.Eff
 
 def _advance(turn: Turn) -> None:
     """What follows from any change. Nothing is asked of a store that has just failed."""
+    listen.hurry(turn)
     elect.elect(turn)
     listen.beat(turn)
     if turn.now < turn.state.hold:
@@ -58,7 +59,7 @@ def _advance(turn: Turn) -> None:
 
 def wake_at(state: MemberState) -> float:
     """When a Tick is due at the latest."""
-    times = [state.next_beat]
+    times = [state.next_beat, listen.overdue_at(state)]
     if not state.polling:
         times.append(max(state.next_poll, state.hold))
     closable = state.waits.closable

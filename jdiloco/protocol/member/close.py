@@ -128,8 +128,9 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
         return
     if event.anchor is None:
         turn.set(closing=closings.merge_failed(closing), waits=later(turn))
-        turn.degrade(f"closing round {event.round} failed: {event.error}")
+        turn.degrade("merge", f"closing round {event.round} failed: {event.error}")
         return
+    turn.over("merge")
     _write_record(turn, closing, event)
 
 
@@ -162,7 +163,7 @@ def on_record_sent(turn: Turn, event: fx.RecordSent) -> None:
         return
     turn.set(closing=closings.doubted(closing))
     if event.created is None:
-        turn.degrade("writing a round record got no clear answer")
+        turn.degrade("commit", "writing a round record got no clear answer")
 
 
 def _timing(state: MemberState, closing: Closing) -> Timing:
@@ -183,8 +184,9 @@ def on_examined(turn: Turn, event: fx.Examined) -> None:
     state = turn.state
     if event.head is None and not event.rejected:
         turn.set(closing=closings.ask_again(state.closing, event.key))
-        turn.degrade(f"a contribution to round {event.key.round} could not be read")
+        turn.degrade("contribution", f"a contribution to round {event.key.round} could not be read")
         return
+    turn.over("contribution")
     event = _audited(state, event)
     verdict = Report(
         event.key,
@@ -247,14 +249,16 @@ def on_claim_read(turn: Turn, event: fx.ClaimRead) -> None:
     state = turn.state
     turn.set(claiming=False, reading_claim=False)
     if event.data is None:
-        turn.degrade(f"a claim on round {event.round} got no clear answer")
+        turn.degrade("claim", f"a claim on round {event.round} got no clear answer")
+    else:
+        turn.over("claim")
     if event.data is None or event.round != state.closing.round:
         return
     try:
         key = state.keys.claim(ClaimKey(event.round, event.number))
         claim = unseal(key, event.data, Claim)
     except FormatError as error:
-        turn.degrade(str(error))
+        turn.degrade("claim", str(error))
         taken = max(state.closing.claims, event.number)  # By nobody: the next one is free.
         turn.set(closing=replace(state.closing, claims=taken))
         return

@@ -15,7 +15,7 @@ from jdiloco.protocol import sweep
 from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.keys import ContributionKey
-from jdiloco.protocol.member.state import Sending, Turn, Waits, later, mix
+from jdiloco.protocol.member.state import CLOSING, UPLOADS, Sending, Turn, Waits, later, mix
 from jdiloco.protocol.records import RoundRecord, unseal
 from jdiloco.protocol.rules import Life, trains
 
@@ -34,13 +34,15 @@ def on_record_read(turn: Turn, event: fx.RecordRead) -> None:
     turn.set(reading=False)
     if event.round != state.chain.round:
         return
+    if event.ok:
+        turn.over("record")
     if not event.ok:
-        turn.degrade("a round record could not be read")
+        turn.degrade("record", "a round record could not be read")
         turn.set(records_to=state.chain.read)  # The next listing shows it again.
     elif event.data is None:
         turn.set(records_to=state.chain.read)
         if state.closing.phase is Phase.DOUBT:
-            turn.degrade("a round record was refused, yet nothing is there")
+            turn.degrade("commit", "a round record was refused, yet nothing is there")
             turn.set(waits=later(turn))  # Some stores refuse a key that is written too often.
             write(turn, state.closing.record)
     else:
@@ -62,7 +64,7 @@ def take_record(turn: Turn, data: bytes) -> None:
         followed = chains.follow(state.chain, record, data)
     except FormatError as error:
         turn.set(records_to=state.chain.read)
-        turn.degrade(str(error))
+        turn.degrade("record", str(error))
         return
     own = data == state.closing.record  # By its bytes, not by who seems to have won.
     if own and state.waits.merging is not None:
@@ -70,6 +72,7 @@ def take_record(turn: Turn, data: bytes) -> None:
         commit = mix(followed.timing.commit, took, count=record.round + 1)
         timing = msgspec.structs.replace(followed.timing, commit=commit)
         followed = replace(followed, timing=timing)
+    turn.over(*CLOSING, *(() if own else ("checkpoint",)))
     turn.add(fx.Took(record, own))
     _discard(turn, record)
     turn.set(
@@ -152,12 +155,21 @@ def deliver(turn: Turn) -> None:
     turn.add(fx.Deliver(record, values))
 
 
+GONE = 3
+"""So often values may be gone before it is thought that nothing has replaced them."""
+
+
 def on_delivered(turn: Turn, event: fx.Delivered) -> None:
     turn.set(delivering=False)
     if event.ok:
-        turn.set(queue=turn.state.queue[1:])
+        turn.over("values")
+        turn.set(queue=turn.state.queue[1:], gone=0)
         return
-    turn.degrade(f"the values of round {event.round} could not be read")
+    turn.set(gone=turn.state.gone + event.gone)
+    if event.gone and turn.state.gone < GONE:
+        turn.defer()  # The next listing shows the record of what replaced them.
+    else:
+        turn.degrade("values", f"the values of round {event.round} could not be read")
     (record, _), *rest = turn.state.queue
     if any(newer.fragment == record.fragment and not newer.void for newer, _ in rest):
         turn.set(queue=((record, False), *rest))  # They came while these were being read.
@@ -193,7 +205,7 @@ def on_uploaded(turn: Turn, event: fx.Uploaded) -> None:
             return item
         if event.ok:
             return replace(item, landed=True)
-        return replace(item, sent=False, failures=item.failures + 1)
+        return replace(item, sent=False)
 
     state = turn.state
     if event.ok and event.key in state.unlisted:
@@ -202,9 +214,12 @@ def on_uploaded(turn: Turn, event: fx.Uploaded) -> None:
         sending=tuple(after(item) for item in state.sending),
         unlisted=tuple(key for key in state.unlisted if key != event.key),
     )
-    if any(item.failures >= 2 and not item.landed for item in turn.state.sending):
-        turn.degrade(f"the contribution to round {event.key.round} could not be sent")
-    elif not event.ok:
+    turn.set(unsent=0 if event.ok else turn.state.unsent + 1)
+    if event.ok:
+        turn.over("upload")
+    elif turn.state.unsent >= UPLOADS:
+        turn.degrade("upload", f"the contribution to round {event.key.round} could not be sent")
+    else:
         turn.defer()
 
 
@@ -265,8 +280,10 @@ def on_saved(turn: Turn, event: fx.Saved) -> None:
     state = turn.state
     turn.set(saving=False)
     if event.checkpoint is None:
-        turn.degrade("a run checkpoint could not be written")
-    elif event.checkpoint.round > state.chain.checkpoint.round:
+        turn.degrade("checkpoint", "a run checkpoint could not be written")
+        return
+    turn.over("checkpoint")
+    if event.checkpoint.round > state.chain.checkpoint.round:
         turn.set(chain=replace(state.chain, checkpoint=event.checkpoint))
         turn.emit(
             events.Checkpointed(

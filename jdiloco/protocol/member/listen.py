@@ -8,7 +8,7 @@ from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import lease
 from jdiloco.protocol.keys import BeatKey, ClaimKey, ContributionKey, RecordKey
-from jdiloco.protocol.member.state import CHECK_LEASES, MemberState, Turn
+from jdiloco.protocol.member.state import CHECK_LEASES, LONGEST_LISTING, MemberState, Turn
 from jdiloco.protocol.rules import NO_CLOSER, Life
 
 
@@ -16,8 +16,22 @@ def poll(turn: Turn) -> None:
     state = turn.state
     if state.polling or turn.now < max(state.next_poll, state.hold):
         return
-    turn.set(polling=True, next_poll=turn.now + state.poll_seconds)
+    turn.set(polling=True, polled=turn.now, next_poll=turn.now + state.poll_seconds)
     turn.add(fx.Poll(state.keys.after(state.chain.round)))
+
+
+def overdue_at(state: MemberState) -> float:
+    """When the listing that is under way should have been answered; never, once that is said."""
+    said = any(name == "listing" for name, _ in state.troubles)
+    if not state.polling or said:
+        return float("inf")
+    return state.polled + max(state.rules.small_seconds, LONGEST_LISTING)
+
+
+def hurry(turn: Turn) -> None:
+    """A store that hangs gives no answer that could say so."""
+    if turn.now >= overdue_at(turn.state):
+        turn.trouble("listing", "a listing is not answered in time")
 
 
 def beat(turn: Turn) -> None:
@@ -43,8 +57,9 @@ def on_tick(turn: Turn, event: fx.Tick) -> None:
 def on_beaten(turn: Turn, event: fx.Beaten) -> None:
     if event.ok:
         turn.set(beaten=True)
+        turn.over("beat")
     else:
-        turn.degrade("a beat was not written")
+        turn.degrade("beat", "a beat was not written")
         turn.set(next_beat=min(turn.state.next_beat, turn.state.hold))
 
 
@@ -63,7 +78,7 @@ def on_listed(turn: Turn, event: fx.Listed) -> None:
     state = turn.state
     turn.set(polling=False)
     if event.keys is None:
-        turn.degrade("a listing was not answered")
+        turn.degrade("listing", "a listing was not answered")
         return
     parsed = [key for name in event.keys if (key := state.keys.parse(name)) is not None]
     beats = tuple(key for key in parsed if isinstance(key, BeatKey))
@@ -142,15 +157,17 @@ def on_place_read(turn: Turn, event: fx.PlaceRead) -> None:
     if event.superseded:
         _stop_superseded(turn, turn.state.me.incarnation + 1)
     elif event.run is None:
-        turn.degrade("the manifest could not be read")
+        turn.degrade("manifest", "the manifest could not be read")
+        turn.set(next_check=turn.now)  # With the next listing.
     elif event.run == run:
         turn.set(unsure=False)
+        turn.over("manifest")
         if not _is_shown(turn.state):
             turn.set(next_beat=turn.now)
         turn.set(lost=False)
     elif not event.run:  # A folder that is not mounted looks like this, and comes back.
         turn.set(lost=True)
-        turn.degrade("the mailbox holds no manifest: it was emptied, or is not mounted")
+        turn.degrade("manifest", "the mailbox holds no manifest: it was emptied, or is not mounted")
     else:
         turn.stop(
             RunReplaced(
@@ -180,15 +197,11 @@ def _see_followers(turn: Turn) -> None:
 
 
 def _recover(turn: Turn) -> None:
-    state = turn.state
     turn.set(failures=0)
-    if (
-        state.degraded
-        and not state.lost
-        and not any(item.failures and not item.landed for item in state.sending)
-    ):
+    turn.over("listing")
+    if turn.state.degraded and not turn.state.troubles:
         turn.set(degraded=False)
-        turn.emit(events.Recovered(node=state.me.node))
+        turn.emit(events.Recovered(node=turn.state.me.node))
 
 
 def _see_claims(turn: Turn, claims: list[ClaimKey]) -> None:

@@ -23,6 +23,31 @@ from jdiloco.protocol.tally import Tally
 CHECK_LEASES = 10
 """A node looks whether the mailbox still holds its run once in so many lease timeouts."""
 
+TROUBLES = (
+    "listing",
+    "beat",
+    "manifest",
+    "record",  # Reading one.
+    "commit",  # Writing one.
+    "claim",
+    "contribution",  # Reading one.
+    "merge",
+    "upload",
+    "values",
+    "checkpoint",
+)
+"""Kinds of requests, each of which makes a node degraded until one of its kind has an answer."""
+
+CLOSING = ("record", "commit", "claim", "contribution", "merge")
+"""Of them, those that are over when the round has a record."""
+
+UPLOADS = 2
+"""So many uploads in a row fail before a node calls itself degraded."""
+
+LONGEST_LISTING = 1.0
+"""Seconds. A listing may take a third of a beat, but where beats come faster than every three
+seconds what is slow is rather this machine than the store."""
+
 NOBODY = Verdict()
 EMPTY_SHELF = sweep.Shelf()
 
@@ -34,7 +59,6 @@ class Sending:
     key: ContributionKey
     sent: bool = False  # The upload runs.
     landed: bool = False
-    failures: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,10 +123,14 @@ class MemberState:
     met_learner: bool = False  # Another node has been seen that trains.
     queue: tuple[tuple[RoundRecord, bool], ...] = ()  # To deliver, and whether with values.
     delivering: bool = False
+    gone: int = 0  # How often the oldest was found to be swept.
     unlisted: tuple[ContributionKey, ...] = ()  # Late, and perhaps still on their way.
     attempted: tuple[str, ...] = ()  # Payloads of this round's attempts, uploaded or not.
     shelf: sweep.Shelf = EMPTY_SHELF
-    degraded: bool = False
+    degraded: bool = False  # It has said so, and not yet that it has recovered.
+    troubles: tuple[tuple[str, str], ...] = ()  # What fails, one of TROUBLES, and how.
+    unsent: int = 0  # Uploads in a row that failed, of whichever contribution.
+    polled: float = 0.0  # When the newest listing was asked for.
     failures: int = 0  # Requests without an answer since the last listing that had one.
     hold: float = 0.0  # What failed is not tried again before this.
     stopped: bool = False
@@ -181,12 +209,29 @@ class Turn:
         hold = max(state.hold, self.now + wait)
         self.set(hold=hold, failures=min(state.failures + 1, 30))
 
-    def degrade(self, because: str) -> None:
-        """Training goes on; what failed is tried again."""
+    def degrade(self, trouble: str, because: str) -> None:
+        """Training goes on; what failed is tried again.
+
+        `trouble` is one of TROUBLES. The node stays degraded until each that it has is over, so
+        that one kind of request which fails all the time is not forgotten between two tries.
+        """
         self.defer()
+        self.trouble(trouble, because)
+
+    def trouble(self, trouble: str, because: str) -> None:
+        """Says so, at once, unless it has."""
+        assert trouble in TROUBLES
+        others = tuple(item for item in self.state.troubles if item[0] != trouble)
+        self.set(troubles=(*others, (trouble, because)))
         if not self.state.degraded:
             self.set(degraded=True)
             self.emit(events.Degraded(node=self.state.me.node, because=because))
+
+    def over(self, *troubles: str) -> None:
+        """Requests of these kinds work again, or are not needed any more."""
+        if any(name in troubles for name, _ in self.state.troubles):
+            left = tuple(item for item in self.state.troubles if item[0] not in troubles)
+            self.set(troubles=left)
 
     def stop(self, error: JDilocoError) -> None:
         """This node must not go on; the first reason counts."""

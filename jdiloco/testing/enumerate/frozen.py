@@ -137,7 +137,10 @@ def canonical(state: MemberState) -> MemberState:
         hold=HELD if state.hold > 0 else 0.0,
         failures=0,
         degraded=False,
-        sending=tuple(replace(item, failures=0) for item in state.sending),
+        troubles=(),
+        unsent=0,
+        gone=0,
+        polled=0.0,
         waits=replace(state.waits, accepted=None, seemed_closable=None, failed=0, retry=0.0),
     )
 

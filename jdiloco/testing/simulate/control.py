@@ -309,15 +309,17 @@ class Control:
         made_here = self._ready.pop(record.round, None)
 
         def job() -> Asking:
-            value, ok = made_here, True
+            value, ok, gone = made_here, True, False
             try:
                 if effect.values and value is None:
                     value = yield from self._committed(record)
-            except (StoreUnavailable, FormatError):
+            except StoreUnavailable:
                 ok = False
+            except FormatError:
+                ok, gone = False, True
             if ok:
                 self.to_learner.put((record, value if effect.values else None))
-            self._answer(lambda now: fx.Delivered(now, record.round, ok))
+            self._answer(lambda now: fx.Delivered(now, record.round, ok, gone))
 
         self._deliver.submit(job())
 
