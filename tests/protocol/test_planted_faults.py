@@ -622,20 +622,9 @@ def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
     assert found_by(runs(), seeds) & names
 
 
-@pytest.mark.parametrize("runs", sorted({runs for _, runs, _, _ in FAULTS} - {drawn}, key=str))
-@pytest.mark.parametrize(
-    "runs",
-    [
-        of_two,
-        late_answers,
-        failing_uploads,
-        sharing,
-        sharing_and_sleeping,
-        sharing_and_dying,
-        a_late_joiner,
-        a_hung_learner,
-        an_outage,
-    ],
-)
+FAULTY_RUNS = {runs for _, runs, _, _ in FAULTS} - {drawn}
+
+
+@pytest.mark.parametrize("runs", sorted(FAULTY_RUNS, key=lambda runs: runs.__name__))
 def test_the_runs_that_find_them_are_sound_without_a_fault(runs):
     assert not found_by(runs(), 5)
