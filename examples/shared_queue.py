@@ -15,7 +15,7 @@ import jdiloco
 
 FILES = 12
 TRUTH = jnp.arange(8.0)
-optimizer = optax.adam(0.05)
+optimizer = optax.adam(0.1)
 mine = []
 
 
@@ -32,7 +32,7 @@ def update(params, opt_state, x):
 def read_batches(file):
     """Stands for reading: the same batches of a file, on whichever node."""
     mine.append(file)
-    for key in jax.random.split(jax.random.key(file), 1000):
+    for key in jax.random.split(jax.random.key(file), 100):
         yield jax.random.normal(key, (32, 8))
 
 
@@ -43,7 +43,7 @@ def train_step(params, x):
 
 
 params = {"w": jnp.zeros(8)}
-algorithm = jdiloco.DiLoCo(sync_every=50, fragments=1, outer_momentum=0.5)
+algorithm = jdiloco.DiLoCo(sync_every=50, fragments=1, overlap_steps=5, outer_momentum=0.5)
 with jdiloco.Session(params, algorithm, mailbox="runs/files", poll_interval=0.1) as session:
     opt_state = optimizer.init(session.params)
     session.run(train_step, jdiloco.SharedQueue(FILES, batches=read_batches))
