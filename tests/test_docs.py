@@ -77,6 +77,7 @@ def test_the_flax_learner_runs_on_two_machines(tmp_path):
         assert "loss" in out
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_two_terminals_divide_the_files(tmp_path):
     nodes = [run(ROOT / "examples" / "shared_queue.py", cwd=tmp_path) for _ in range(2)]
