@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from jdiloco.protocol import closing, joining, learner, lease, member, sweep
 from jdiloco.protocol import effects as fx
-from jdiloco.protocol import learner, member
-from jdiloco.protocol.keys import ClaimKey, RecordKey
+from jdiloco.protocol.keys import RecordKey
 from jdiloco.protocol.member import close, follow
-from jdiloco.testing.enumerate import Found, Search, Setting, explore
+from jdiloco.protocol.records import RoundRecord, seal, unseal
+from jdiloco.testing.enumerate import Found, Setting, explore
 from jdiloco.testing.enumerate import box as boxes
 from jdiloco.testing.enumerate.box import KEYS
 
 Patch = pytest.MonkeyPatch
+
+
+TWO = Setting(lost=1)
+CALM = Setting(judged="nobody")
+CRASH = Setting(crashes=1, rounds=1)
+BAD_ROUND = Setting(nonfinite=(0,), judged="nobody")
+BOTH_WANTED = Setting(lost=1, quorum_size=2, judged="nobody")
+ALONE = Setting(seats=("a",), joined=(True,), crashes=1)
+LIVES = Setting(seats=("a", "a"), joined=(True, False), joins_at_once=False)
 
 
 def sound(setting: Setting, states: int) -> Found:
@@ -29,15 +40,12 @@ def sound(setting: Setting, states: int) -> Found:
 
 
 def test_without_a_fault_one_node_closes_every_round():
-    search = Search(Setting(leases_end=False))
-    assert not search.run().broken
-    for box in search.moves.boxes.met:
-        parsed = [KEYS.parse(key) for key in box.list(KEYS.log)]
-        assert not any(isinstance(key, ClaimKey) for key in parsed)
-        rounds = sum(isinstance(key, RecordKey) for key in parsed)
-        payloads = box.list("run/data/")
-        assert len(payloads) <= 2 * (rounds + 1), "somebody else has begun to close the round"
-        assert all(".a.0001." in key for key in payloads)
+    """`Setting.calm` adds it to the properties."""
+    sound(Setting(judged="nobody"), 1_300)
+
+
+def test_a_round_in_which_nothing_can_be_merged_is_void_and_the_next_one_goes_on():
+    sound(BAD_ROUND, 300)
 
 
 def test_two_rounds_are_sound_whoever_judges_whose_lease_to_have_ended():
@@ -45,7 +53,36 @@ def test_two_rounds_are_sound_whoever_judges_whose_lease_to_have_ended():
 
 
 def test_a_round_is_sound_whichever_answer_is_lost():
+    """Of requests that only read too."""
     sound(Setting(rounds=1, lost=1), 15_000)
+
+
+@pytest.mark.timeout(900)
+def test_two_rounds_are_sound_whichever_write_gets_no_answer():
+    sound(Setting(lost=1, reads_fail=False), 784_000)
+
+
+def test_two_lives_of_one_node_merge_no_row_twice():
+    """The second starts at any time, while the first goes on."""
+    sound(LIVES, 20_000)
+
+
+def test_a_node_that_is_alone_goes_on_after_a_crash():
+    sound(ALONE, 1_700)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("setting", "states"),
+    [
+        (Setting(crashes=1, rounds=1), 832_000),
+        (dataclasses.replace(LIVES, lost=1, reads_fail=False), 345_000),
+    ],
+    ids=str,
+)
+def test_whatever_else_goes_wrong_once_is_harmless(setting, states):
+    sound(setting, states)
 
 
 # The faults
@@ -112,15 +149,147 @@ def more_in_flight_than_fragments(patch: Patch) -> None:
     patch.setattr(learner, "_may_publish", lambda state, held: True)
 
 
-TWO = Setting(lost=1)
+def payload_keys_by_content(patch: Patch) -> None:
+    """Two closers with equal inputs share a payload, and the one that comes second cleans up."""
+    merge = close._merge
+    sent = member._HANDLERS[fx.RecordSent]
+
+    def by_content(turn):
+        content = "-".join(report.key.node for report in turn.state.closing.accepted)
+        patch.setattr(close, "write_id", lambda *attempt: f"{content}.0001.0001")
+        merge(turn)
+
+    def clean_up(turn, event):
+        attempted = turn.state.attempted
+        sent(turn, event)
+        if event.created is False:
+            turn.add(fx.Delete(attempted))
+
+    patch.setattr(close, "_merge", by_content)
+    patch.setitem(member._HANDLERS, fx.RecordSent, clean_up)
+
+
+def a_new_record_is_computed_in_doubt(patch: Patch) -> None:
+    """In doubt other bytes are sent under the same write id, and a node goes on from its own."""
+    write, take = follow.write, follow.take_record
+
+    def records_of(turn, *data):
+        key = turn.state.keys.record(turn.state.closing.round)
+        return [unseal(key, item, RoundRecord) for item in data]
+
+    def other_bytes(turn, data):
+        (before,) = records_of(turn, data)
+        again = msgspec.structs.replace(before, expected=before.expected + 1)
+        write(turn, seal(turn.state.keys.record(before.round), again))
+
+    def take_by_write_id(turn, data):
+        mine = turn.state.closing.record
+        if mine:
+            read, held = records_of(turn, data, mine)
+            data = mine if read.write_id == held.write_id else data
+        take(turn, data)
+
+    patch.setattr(follow, "write", other_bytes)
+    patch.setattr(follow, "take_record", take_by_write_id)
+
+
+def covered_records_are_swept(patch: Patch) -> None:
+    """A record goes when there is a newer one."""
+    swept = sweep.sweep
+
+    def too_much(shelf, keys, rules, *, round, heads):
+        shelf, doomed, prefixes = swept(shelf, keys, rules, round=round, heads=heads)
+        return shelf, (*doomed, keys.record(round - 1)) if round >= 1 else doomed, prefixes
+
+    patch.setattr(sweep, "sweep", too_much)
+
+
+def a_restarted_node_clears_what_it_left_undecided(patch: Patch) -> None:
+    """Payloads of its earlier lives that no record names yet."""
+    take_up_life = joining.take_up_life
+
+    def tidy(keys, person, waiting):
+        birth = yield from take_up_life(keys, person, waiting)
+        names = yield joining.List(f"{keys.run}/data/")
+        open_ones = [n for n in names if keys.record(keys.round_of(n) or 0) not in birth.listed]
+        mine = tuple(name for name in open_ones if f".{person.node}." in name)
+        if mine:
+            yield joining.Delete(mine)
+        return birth
+
+    patch.setattr(joining, "take_up_life", tidy)
+
+
+def nothing_is_ever_void(patch: Patch) -> None:
+    """A round in which nothing can be accepted waits for ever."""
+    patch.setattr(closing, "is_void", lambda state, verdict: False)
+
+
+def failed_uploads_are_given_up(patch: Patch) -> None:
+    """A contribution that did not go out is forgotten."""
+    uploaded = member._HANDLERS[fx.Uploaded]
+
+    def forget(turn, event):
+        uploaded(turn, dataclasses.replace(event, ok=True))
+
+    patch.setitem(member._HANDLERS, fx.Uploaded, forget)
+
+
+def claims_never_come(patch: Patch) -> None:
+    """Nobody takes over from a closer that is gone."""
+    patch.setattr(close, "_why_take_over", lambda turn: "")
+
+
+def a_node_goes_on_from_the_start_of_its_data(patch: Patch) -> None:
+    """Whatever its earlier lives have sent."""
+    joined = learner.joined
+    patch.setattr(learner, "joined", lambda *a, position, **k: joined(*a, position=0, **k))
+
+
+def a_node_lists_before_its_life_is_created_and_not_after(patch: Patch) -> None:
+    """What an earlier life sends in between is not seen."""
+
+    def nothing_new(keys, node, past, listed):
+        yield from ()
+        return past
+
+    patch.setattr(joining, "_look_again", nothing_new)
+
+
+def a_life_is_shown_after_it_has_looked_back(patch: Patch) -> None:
+    """A closer may merge what an earlier life sends between the look and the beat."""
+
+    def unseen(keys, life, waiting, next_round):
+        del life, waiting, next_round
+        return 0, (yield joining.List(keys.log))
+
+    patch.setattr(joining, "_show_life", unseen)
+
+
+def closers_do_not_ask_for_newer_lives(patch: Patch) -> None:
+    """What an earlier life sent is merged, whatever the newer one vouches for."""
+    patch.setattr(lease.Verdict, "newer", lambda self, life: None)
+
 
 FAULTS: list[tuple[Callable[[Patch], None], Setting, str, int]] = [
     # fault, setting, the property that says so, moves of the shortest way there
     (no_read_back, TWO, "S5", 4),
     (taken_counts_as_ours, TWO, "S5", 4),
-    (store_ignores_the_condition, TWO, "S1", 7),
-    (learner_aligns_before_the_commit_is_confirmed, TWO, "S5", 3),
+    (store_ignores_the_condition, TWO, "S1", 8),
+    (payload_keys_by_content, TWO, "S2", 5),
     (payloads_of_open_rounds_are_swept, TWO, "S2", 5),
+    (a_new_record_is_computed_in_doubt, TWO, "S5", 6),
+    (covered_records_are_swept, TWO, "S1", 8),
+    (learner_aligns_before_the_commit_is_confirmed, TWO, "S5", 3),
+    (a_restarted_node_clears_what_it_left_undecided, CRASH, "S2", 6),
+    (more_in_flight_than_fragments, CALM, "calm", 11),
+    (nothing_is_ever_void, BAD_ROUND, "progress", 0),
+    (failed_uploads_are_given_up, BOTH_WANTED, "progress", 2),
+    (claims_never_come, ALONE, "progress", 2),
+    (a_node_goes_on_from_the_start_of_its_data, ALONE, "S3", 8),
+    (a_node_lists_before_its_life_is_created_and_not_after, LIVES, "S3", 17),
+    (a_life_is_shown_after_it_has_looked_back, CRASH, "S3", 8),
+    (closers_do_not_ask_for_newer_lives, CRASH, "S3", 8),
 ]
 
 

@@ -108,6 +108,8 @@ def _answer(boxes: Boxes, box: Box, request: joining.Request, rules: Rules) -> t
             return None if data is None else values.read_delta(key, data).head, box
         case Create(key, data):
             return boxes.create(box, key, data)
+        case joining.Delete(keys):
+            return None, boxes.delete(box, keys)
         case Sleep():
             return rules.lease_seconds, box  # Whoever had the id before seems to be gone.
     raise AssertionError(f"a process that joins a run does not ask for {request}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from jdiloco.protocol.keys import ClaimKey, ContributionKey, Keys
 from jdiloco.protocol.records import Checkpoint, RoundRecord, sha256
+from jdiloco.protocol.rules import Life
 from jdiloco.testing.enumerate import values
 
 RUN = "run"
@@ -25,7 +26,7 @@ Late = tuple[str, bytes | None]
 class Box:
     """What lies under which key. Of an object that was removed the bytes stay known."""
 
-    __slots__ = ("_listed", "flaws", "late", "number", "objects")
+    __slots__ = ("_listed", "dead", "flaws", "late", "number", "objects")
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class Box:
         objects: Objects,
         late: frozenset[Late],
         flaws: tuple[str, ...],
+        dead: frozenset[Life],
     ) -> None:
+        self.dead = dead  # Lives that are over, for settings in which that is known.
         self.number = number
         self.objects = objects
         self.late = late
@@ -74,12 +77,13 @@ class Boxes:
         objects: Objects,
         late: frozenset[Late] = frozenset(),
         flaws: tuple[str, ...] = (),
+        dead: frozenset[Life] = frozenset(),
     ) -> Box:
         objects = without_remains(objects)
         late = frozenset(item for item in late if _matters(objects, item))
-        known = (tuple(sorted(objects.items())), late, flaws)
+        known = (tuple(sorted(objects.items())), late, flaws, dead)
         if known not in self._numbers:
-            self._numbers[known] = Box(len(self.met), objects, late, flaws)
+            self._numbers[known] = Box(len(self.met), objects, late, flaws, dead)
             self.met.append(self._numbers[known])
         return self._numbers[known]
 
@@ -93,14 +97,14 @@ class Boxes:
     def _create(self, box: Box, key: str, data: bytes) -> tuple[bool, Box]:
         if box.get(key) is not None:
             return False, box
-        return True, self.make({**box.objects, key: (data, True)}, box.late, box.flaws)
+        return True, self.make({**box.objects, key: (data, True)}, box.late, box.flaws, box.dead)
 
     def overwrite(self, box: Box, key: str, data: bytes) -> Box:
         """What a store does that ignores the condition."""
         flaws = box.flaws
         if box.get(key) is not None and box.get(key) != data:
             flaws = (*flaws, f"{key} was stored twice")
-        return self.make({**box.objects, key: (data, True)}, box.late, flaws)
+        return self.make({**box.objects, key: (data, True)}, box.late, flaws, box.dead)
 
     def delete(self, box: Box, keys: Iterable[str]) -> Box:
         gone = [key for key in keys if box.get(key) is not None]
@@ -110,17 +114,21 @@ class Boxes:
         for key in gone:
             objects[key] = (objects[key][0], False)
         flaws = tuple(f"{key} was deleted" for key in gone if is_contested(key))
-        return self.make(objects, box.late, (*box.flaws, *flaws))
+        return self.make(objects, box.late, (*box.flaws, *flaws), box.dead)
 
     def send(self, box: Box, *items: Late) -> Box:
         """Something is on its way, and may land at any time or never."""
-        return self.make(box.objects, box.late | set(items), box.flaws)
+        return self.make(box.objects, box.late | set(items), box.flaws, box.dead)
+
+    def bury(self, box: Box, life: Life) -> Box:
+        """A life is over."""
+        return self.make(box.objects, box.late, box.flaws, box.dead | {life})
 
     def landings(self, box: Box) -> Iterator[tuple[str, Box]]:
         """What may land now."""
         for item in sorted(box.late, key=str):
             key, data = item
-            left = self.make(box.objects, box.late - {item}, box.flaws)
+            left = self.make(box.objects, box.late - {item}, box.flaws, box.dead)
             if data is None:
                 yield f"a delete of {key} lands", self.delete(left, [key])
             else:

@@ -48,7 +48,8 @@ class Turn:
 class Inside:
     """Every state that a process has been met in."""
 
-    def __init__(self) -> None:
+    def __init__(self, nonfinite: tuple[int, ...] = ()) -> None:
+        self._nonfinite = nonfinite
         self.members: Numbered[MemberState] = Numbered()
         self.trainings: Numbered[Training] = Numbered()
         self.requests: Numbered[fx.Effect] = Numbered()
@@ -217,7 +218,7 @@ class Inside:
         for effect in effects:
             match effect:
                 case Snapshot():
-                    training, head = _publish(training, effect, run)
+                    training, head = self._publish(training, effect, run)
                     heads.append(self.events.number(fx.Contributed(NOW, head)))
                 case Align():
                     assert value is not None
@@ -228,6 +229,30 @@ class Inside:
                 case Drop():
                     pass
         return self.trainings.number(training), tuple(heads)
+
+    def _publish(
+        self, training: Training, snapshot: Snapshot, run: str
+    ) -> tuple[Training, ContributionHead]:
+        life, held = training.learner.life, training.held[snapshot.fragment]
+        head = ContributionHead(
+            run=run,
+            round=snapshot.round,
+            fragment=snapshot.fragment,
+            version=snapshot.version,
+            node=life.node,
+            incarnation=life.incarnation,
+            counters=snapshot.counters,
+            ledger=snapshot.ledger,
+            position=snapshot.position,
+            final=snapshot.final,
+            empty=snapshot.empty,
+        )
+        began, steps = training.learner.began, training.learner.steps
+        rows = ((began + held.first, began + steps),)
+        finite = snapshot.round not in self._nonfinite
+        data = msgspec.json.encode(Delta(head, held.value, rows, finite), order="deterministic")
+        training = _hold(training, snapshot.fragment, replace(held, snapped=steps))
+        return replace(training, drafts=(*training.drafts, (snapshot.round, data))), head
 
 
 def _align(training: Training, effect: Align, value: Values) -> Training:
@@ -241,25 +266,3 @@ def _align(training: Training, effect: Align, value: Values) -> Training:
 def _hold(training: Training, index: int, held: Held) -> Training:
     anchors = (*training.held[:index], held, *training.held[index + 1 :])
     return replace(training, held=anchors)
-
-
-def _publish(training: Training, snapshot: Snapshot, run: str) -> tuple[Training, ContributionHead]:
-    life, held = training.learner.life, training.held[snapshot.fragment]
-    head = ContributionHead(
-        run=run,
-        round=snapshot.round,
-        fragment=snapshot.fragment,
-        version=snapshot.version,
-        node=life.node,
-        incarnation=life.incarnation,
-        counters=snapshot.counters,
-        ledger=snapshot.ledger,
-        position=snapshot.position,
-        final=snapshot.final,
-        empty=snapshot.empty,
-    )
-    began, steps = training.learner.began, training.learner.steps
-    rows = ((began + held.first, began + steps),)
-    data = msgspec.json.encode(Delta(head, held.value, rows), order="deterministic")
-    training = _hold(training, snapshot.fragment, replace(held, snapped=steps))
-    return replace(training, drafts=(*training.drafts, (snapshot.round, data))), head

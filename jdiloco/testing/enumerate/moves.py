@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jdiloco.protocol import effects as fx
+from jdiloco.protocol.rules import Life
 from jdiloco.testing.enumerate import births
 from jdiloco.testing.enumerate.box import Box, Boxes
 from jdiloco.testing.enumerate.frozen import Numbered
@@ -44,7 +45,7 @@ class Moves:
         self.setting = setting
         self.rules = setting.rules
         self.boxes = Boxes()
-        self.inside = Inside()
+        self.inside = Inside(setting.nonfinite)
         self.places: Numbered[Place] = Numbered()
         self._answers: dict[tuple, tuple[tuple[Answer, int], ...]] = {}
         self._own_moves: dict[int, list[tuple[str, Turn]]] = {}
@@ -159,13 +160,15 @@ class Moves:
         """A lease ends, right or wrong; once the round has a record that leads nowhere."""
         state = self.inside.members[place.member]
         round = state.chain.round
-        if not self.setting.leases_end or round >= self.setting.rounds:
-            return
-        if box.get(state.keys.record(round)) is not None:
+        if round >= self.setting.rounds or box.get(state.keys.record(round)) is not None:
             return
         for life in sorted(state.leases):
-            if life != state.me:
+            if life != state.me and self._may_end(life, box):
                 yield _Raw(f"thinks that {life} is gone", self.inside.judged(place, life), box)
+
+    def _may_end(self, life: Life, box: Box) -> bool:
+        dead = life in box.dead
+        return self.setting.judged == "anybody" or (self.setting.judged == "dead" and dead)
 
     def _crash(self, place: Living | Joining, box: Box) -> Move:
         if isinstance(place, Joining):
@@ -173,6 +176,8 @@ class Moves:
             return Move("is killed", self.places.number(dead), box.number, crashed=1)
         me = self.inside.members[place.member].me
         late = self.boxes.send(box, *self.inside.on_the_way(place))
+        if self.setting.judged == "dead":
+            late = self.boxes.bury(late, me)
         dead = Dead(me.node, me.incarnation)
         return Move("is killed", self.places.number(dead), late.number, crashed=1)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jdiloco.protocol.keys import MANIFEST, ContributionKey
+from jdiloco.protocol.keys import MANIFEST, ClaimKey, ContributionKey
 from jdiloco.protocol.records import Checkpoint, Manifest, Payload, RoundRecord, sha256, unseal
 from jdiloco.protocol.rules import Life
 from jdiloco.testing.enumerate import values
-from jdiloco.testing.enumerate.box import KEYS, Box
+from jdiloco.testing.enumerate.box import KEYS, RUN, Box
 from jdiloco.testing.enumerate.inside import Inside
 from jdiloco.testing.enumerate.place import Held, Living
 
@@ -37,6 +37,18 @@ def _manifest(box: Box) -> Manifest:
     return unseal(MANIFEST, box.objects[MANIFEST][0], Manifest)
 
 
+def calm(box: Box) -> Violations:
+    """When nothing goes wrong one node closes every round, and every round has a result."""
+    for record, _ in records(box):
+        if record.void:
+            yield f"calm: round {record.round} is void"
+    if any(isinstance(KEYS.parse(key), ClaimKey) for key in box.list(KEYS.log)):
+        yield "calm: a node takes over"
+    attempts = {key.rpartition(".")[0] for key in box.list(f"{RUN}/data/")}
+    if len(attempts) > len({attempt.partition(".")[0] for attempt in attempts}):
+        yield "calm: two attempts at one round"
+
+
 def _s1_one_chain(box: Box, found: list[tuple[RoundRecord, bytes]]) -> Violations:
     """S1: records close in order, linked by hash."""
     digest = sha256(box.objects[MANIFEST][0])
@@ -53,6 +65,7 @@ def _s2_newest_versions_are_complete(box: Box, found: list[RoundRecord]) -> Viol
     """S2: the newest version of every fragment is there, as payloads or in a named checkpoint."""
     manifest = _manifest(box)
     newest = found[-1].checkpoint if found else manifest.checkpoint
+    yield from _named_is_complete(box, newest)
     heads: dict[int, RoundRecord] = {r.fragment: r for r in found if not r.void}
     for fragment in range(len(manifest.plan)):
         head = heads.get(fragment)
@@ -67,6 +80,12 @@ def _covered(box: Box, checkpoint: Checkpoint, fragment: int, version: int) -> b
     file = checkpoint.files[fragment]
     there = _whole(box, f"{checkpoint.prefix}/{file.key}", file)
     return there and checkpoint.versions[fragment] == version
+
+
+def _named_is_complete(box: Box, newest: Checkpoint) -> Violations:
+    for file in newest.files:
+        if not _whole(box, f"{newest.prefix}/{file.key}", file):
+            yield f"S2: the checkpoint {newest.prefix} is named and not complete"
 
 
 def _whole(box: Box, key: str, payload: Payload) -> bool:
@@ -122,16 +141,19 @@ class Truth:
     records: tuple[RoundRecord, ...]
     tips: tuple[str, ...]
     values: tuple[str, ...]  # Per round, "" of a void one.
-    broken: str  # The first of S1, S2 and S3 that it breaks.
+    broken: str  # The first property that it breaks.
 
     @classmethod
-    def of(cls, box: Box) -> Truth:
+    def of(cls, box: Box, *, is_calm: bool) -> Truth:
         found = records(box)
+        broken = next(of_mailbox(box), "")
+        if is_calm and not broken:
+            broken = next(calm(box), "")
         return cls(
             records=tuple(record for record, _ in found),
             tips=tuple(sha256(data) for _, data in found),
             values=tuple(_value(box, record) for record, _ in found),
-            broken=next(of_mailbox(box), ""),
+            broken=broken,
         )
 
 

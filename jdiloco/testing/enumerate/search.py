@@ -126,7 +126,10 @@ class Search:
         return broken, at, moves, depth
 
     def successors(self, state: int) -> Iterator[tuple[int, bool, int, str]]:
-        """State, whether it takes a fault, seat and words of everything that can happen next."""
+        """State, whether it takes a fault, seat and words of everything that can happen next.
+
+        That something lands which nobody waits for is nothing to rely on, so it counts as a fault.
+        """
         box, shift = state >> self._box_shift, self._box_shift
         faults = state & 255
         for seat, at in enumerate(self._shifts):
@@ -145,7 +148,7 @@ class Search:
         if box not in self._landings:
             self._landings[box] = self.moves.landings(box)
         for what, into in self._landings[box]:
-            yield state + ((into - box) << shift), False, -1, what
+            yield state + ((into - box) << shift), True, -1, what
 
     def _moves_of(self, place: int, box: int) -> tuple[list[Packed], list[Packed]]:
         def packed(moves: list[Move]) -> list[Packed]:
@@ -158,7 +161,9 @@ class Search:
         box = state >> self._box_shift
         truth = self._truths.get(box)
         if truth is None:
-            truth = self._truths[box] = Truth.of(self.moves.boxes.met[box])
+            truth = self._truths[box] = Truth.of(
+                self.moves.boxes.met[box], is_calm=self.setting.calm
+            )
         if truth.broken:
             return truth.broken
         for at in self._shifts:
@@ -188,7 +193,7 @@ class Search:
         boxes = self.moves.boxes.met
         for box in boxes:
             if box.number not in self._truths:
-                self._truths[box.number] = Truth.of(box)
+                self._truths[box.number] = Truth.of(box, is_calm=self.setting.calm)
         return boxes
 
     def _trace(self, end: int) -> tuple[str, ...]:

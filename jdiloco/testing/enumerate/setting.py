@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.alignment import OVERWRITE, Alignment
@@ -38,8 +39,11 @@ class Setting:
     crashes: int = 0
     """So many processes are killed. A dead one may be started again at any later time."""
 
-    leases_end: bool = True
-    """Whether a node may judge any lease to have ended, at any time, right or wrong."""
+    nonfinite: tuple[int, ...] = ()
+    """Rounds to which nobody's first contribution is finite."""
+
+    judged: Literal["nobody", "dead", "anybody"] = "anybody"
+    """Whose lease others may judge to have ended, at any time: of `anybody` also wrongly."""
 
     at_once: frozenset[type] = AT_ONCE
     joins_at_once: bool = True
@@ -50,6 +54,12 @@ class Setting:
 
     late_deletes: bool = False
     """A delete lands any time later, or never; False: in the step that asks for it."""
+
+    @property
+    def calm(self) -> bool:
+        """Nothing goes wrong: whoever is named closes every round, and every round has a result."""
+        faults = self.lost or self.crashes or self.nonfinite
+        return not faults and self.judged == "nobody"
 
     @property
     def rules(self) -> Rules:

@@ -25,6 +25,7 @@ class Delta(msgspec.Struct, frozen=True):
     head: ContributionHead
     base: str  # The anchor's value.
     rows: tuple[tuple[int, int], ...]  # First, and the one after the last.
+    finite: bool = True
 
 
 class Values(msgspec.Struct, frozen=True):
@@ -87,6 +88,8 @@ def examined(
         raise Rejection("corrupt") from error
     found = Contribution(delta.head, {}, "")
     check(found, key, keys, (), fragment=fragment, version=version, delta_dtype=None)
+    if not delta.finite:
+        raise Rejection("nonfinite")
     return delta
 
 
