@@ -120,7 +120,7 @@ def canonical(state: MemberState) -> MemberState:
 
     Every lease is live again (`Inside.judged` ends one for a moment), nothing is due because of the
     time, and contributions are not looked at again whose round's record is read, or that `closing`
-    holds. `degraded` and the counts of failures lead to events alone.
+    holds. What fails, and how often, leads to events alone.
     """
     chain = state.chain
     if chain.timing != UNTIMED:
