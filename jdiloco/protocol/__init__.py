@@ -21,6 +21,7 @@ Design.
     sweep      what may be removed
     joining    creating a run, taking up a life, reading where the run stands
     work       units of work that nodes claim, give back, and take over from the dead
+    desk       what a node has in hand of them, and what it may say of it
     effects    what goes into a member and what comes out of it
 
 The commit of a round is the creation of its record, and nothing else is. Round records, claims, the
