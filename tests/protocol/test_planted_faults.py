@@ -610,7 +610,7 @@ FAULTS = [
     (a_unit_is_taken_over_from_its_first_batch, sharing, 10, {"S3"}),
     (a_unit_is_complete_once_it_is_trained, sharing_and_dying, 3, {"W2"}),
     (a_life_that_wakes_up_does_not_ask_whether_it_was_ended, sharing_and_sleeping, 5, {"S3"}),
-    (nobody_reports_what_it_has_trained, sharing, 3, {"L1"}),
+    (nobody_reports_what_it_has_trained, sharing, 3, {"L1", "W2"}),
 ]
 
 
