@@ -216,6 +216,7 @@ class StoreConformance:
             assert len(store.list("k/")) == n + 1
 
     def test_another_store_object_sees_each_write_in_its_next_listing(self, store: Store) -> None:
+        """Case B69: a listing that is remembered hides what others write."""
         other = self.reopen(store)
         for n in range(100):
             assert len(other.list("k/")) == n
