@@ -1,6 +1,7 @@
 """DiLoCo for JAX: train one model on machines that barely talk to each other.
 
     Session, load             a node's place in a run; the newest committed model without joining
+    export                    the newest committed model as an Orbax checkpoint for everybody
     SharedQueue, Barrier      work that nodes divide among themselves, and where they wait for it
     DiLoCo                    the settings of a run
     rda, weighted_mean        how the deltas of a round become one
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jdiloco.callbacks import JsonLines, log_events
     from jdiloco.protocol.alignment import adaptive, blend, carry, overwrite
     from jdiloco.runtime.algorithm import DiLoCo
+    from jdiloco.runtime.export import export
     from jdiloco.runtime.queues import Barrier, SharedQueue
     from jdiloco.session import Session, load
 
@@ -48,6 +50,7 @@ _HOMES = {
     "contribution_weight": "jdiloco.algo.merges",
     "diloco_outer": "jdiloco.algo.outer",
     "explain_routing": "jdiloco.algo.routing",
+    "export": "jdiloco.runtime.export",
     "fp32_master": "jdiloco.algo.outer",
     "load": "jdiloco.session",
     "log_events": "jdiloco.callbacks",
@@ -73,6 +76,7 @@ __all__ = [
     "contribution_weight",
     "diloco_outer",
     "explain_routing",
+    "export",
     "fp32_master",
     "load",
     "log_events",

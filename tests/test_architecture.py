@@ -133,6 +133,7 @@ def test_public_names_are_these():
         "contribution_weight",
         "diloco_outer",
         "explain_routing",
+        "export",
         "fp32_master",
         "load",
         "log_events",

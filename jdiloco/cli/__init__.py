@@ -123,6 +123,30 @@ def verify(mailbox: Mailbox, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def export(
+    mailbox: Mailbox,
+    directory: Annotated[
+        Path, typer.Argument(help="Where to put it; there must be nothing there yet.")
+    ],
+    outer: Annotated[
+        bool,
+        typer.Option(
+            "--outer", help="Also the momentum of the outer step and the float32 master copies."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the newest committed model as an Orbax checkpoint. Joins nothing; a run may go on.
+
+    orbax.checkpoint alone restores it, onto any sharding: see the lines that this prints. Without
+    --outer the tree is the parameters, with it params, momentum and master.
+    """
+    from jdiloco.cli.export import run_export
+
+    raise typer.Exit(run_export(mailbox, directory, outer=outer, as_json=as_json))
+
+
+@app.command()
 def doctor(
     store: Annotated[
         str, typer.Argument(help="A folder, or a bucket such as s3://bucket/prefix.", metavar="URL")

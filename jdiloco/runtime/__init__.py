@@ -7,6 +7,7 @@
     messages       safetensors, read without believing a header
     contributions  a delta as an object, and the checks it must pass
     payloads       what a round committed, as objects
+    trees          trees of arrays in files that Orbax restores
     checkpoints    run checkpoints, by Orbax
     close          the arithmetic of closing a round
     rounds         closing for real: examine, merge, upload
@@ -15,6 +16,7 @@
     learner        the learner's machine, driven by the user's own loop
     alignment      parameters and commits mixed, placed as the user's leaves are
     joining        the joining generators, driven
+    export         the newest committed model, for Orbax alone
     inspect        what a mailbox says, without joining
     status         where a run stands, in figures
     verify         whether a mailbox holds what its run committed

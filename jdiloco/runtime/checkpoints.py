@@ -11,11 +11,11 @@ are downloaded. Nobody needs this library to read it:
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(path / "params")
 
-The files are laid out here, through the same TensorStore, and read by Orbax. Its own `save` cannot
-be called from a library's thread: it numbers operations for the whole process, so that a program
-which saves its state in its own thread meanwhile, or this thread, waits for a signal that carries
-another number, for 20 minutes (0.12.8; seen in one of two tries). Nor does it write to every store,
-and two writers on one path mix their files.
+`trees` lays the files out, through the same TensorStore, and Orbax reads them. Its own `save`
+cannot be called from a library's thread: it numbers operations for the whole process, so that a
+program which saves its state in its own thread meanwhile, or this thread, waits for a signal that
+carries another number, for 20 minutes (0.12.8; seen in one of two tries). Nor does it write to
+every store, and two writers on one path mix their files.
 
 So each writer works in a scratch directory of its own and uploads the files under a prefix of its
 own; whoever names the checkpoint names its files with their hashes, and a reader holds them against
@@ -25,20 +25,15 @@ Arrays are NumPy's on both sides. Writing does not touch JAX. Reading does: Orba
 process this is, and that starts JAX's backend where nothing else has. A program that only reads
 checkpoints sets `jax_platforms` to `cpu` first, or it takes an accelerator it has no use for.
 
-Three kinds of names find no place in a nested dict, or none that Orbax keeps apart: `a` beside
-`a/b`, `a.b` beside `a/b`, and names that begin with `#`. Such a tensor lies at the top, under `#`
-and its position among the sorted names, and `run` says so under `elsewhere`. Tensors without
-elements are not written, since Orbax refuses them; they come back from the schema.
+Names that find no place in a nested dict (`trees`) are under `elsewhere` in `run`. Tensors without
+elements, which are not written, come back from the schema.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import hashlib
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,11 +43,11 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.records import Checkpoint, Payload, seal
-from jdiloco.runtime import messages
+from jdiloco.runtime import messages, trees
+from jdiloco.runtime.trees import Place
 from jdiloco.store.arguments import is_part
 from jdiloco.store.base import Store
 from jdiloco.store.settle import create_owned
@@ -61,12 +56,6 @@ from jdiloco.types import TensorSpec
 FORMAT = 1
 """Of the `run` item and of what lies beside it."""
 
-FILE_BYTES = 256 * 2**20
-"""About the largest file, so that an upload that fails is not begun again from far behind."""
-
-CHUNK_BYTES = 64 * 2**20
-"""About the largest piece of a tensor: what restoring onto another sharding reads at once."""
-
 LISTING = "_FILES"
 """Lies beside the files and names them, sealed, so that a checkpoint which no record names yet can
 be held against it. It is written last: a checkpoint without one is not complete."""
@@ -74,8 +63,6 @@ be held against it. It is written last: a checkpoint without one is not complete
 _DOWNLOAD_BYTES = 64 * 2**20
 _NARROW = {"bfloat16", "float16"}
 _WIDE = {"float32", "float64"}
-
-Place = tuple[str, ...]
 
 
 class RunState(msgspec.Struct, frozen=True, eq=False):
@@ -149,6 +136,19 @@ def restore(root: Path, specs: Sequence[TensorSpec]) -> RunState:
         return _restore_state(root, specs)
 
 
+def export(state: RunState, path: Path, *, run: str, outer: bool) -> None:
+    """Writes a state as one tree, without the `run` item: see `jdiloco.runtime.export`."""
+    items, told = _contents(state)
+    params = items.pop("params", {})
+    if outer:
+        items["params"] = params
+        params = {(i, *place): array for i, held in items.items() for place, array in held.items()}
+    about = {"round": told.round, "versions": told.versions, "elsewhere": told.elsewhere}
+    trees.save(path, params, about={"jdiloco": {"run": run, **about}})
+    kind = ocp.PyTreeCheckpointHandler.typestr()
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": kind}))
+
+
 # What is in a checkpoint.
 
 
@@ -162,24 +162,11 @@ class _Run(msgspec.Struct, frozen=True):
     elsewhere: dict[str, str]  # Where tensors lie that are not under their own name.
 
 
-def _places(names: Sequence[str]) -> dict[str, Place]:
-    """For each path name the keys that lead to it in a nested dict. See the module."""
-    inner = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
-    spelled = collections.Counter(name.replace("/", ".") for name in names)  # As Orbax joins keys.
-
-    def place(position: int, name: str) -> Place:
-        alone = name not in inner and spelled[name.replace("/", ".")] == 1
-        nests = alone and not name.startswith("#")
-        return tuple(name.split("/")) if nests else (f"#{position}",)
-
-    return {name: place(position, name) for position, name in enumerate(sorted(names))}
-
-
 def _contents(state: RunState) -> tuple[dict[str, dict[Place, np.ndarray]], _Run]:
     """The items, of arrays that nobody can change any more."""
-    places = _places(list(state.values))
-    trees = {"params": state.values, "momentum": state.momentum, "master": state.master}
-    held = {i: {places[n]: _held(a) for n, a in t.items() if a.size} for i, t in trees.items()}
+    places = trees.places(list(state.values))
+    items = {"params": state.values, "momentum": state.momentum, "master": state.master}
+    held = {i: {places[n]: _held(a) for n, a in t.items() if a.size} for i, t in items.items()}
     run = _Run(
         format=FORMAT,
         round=state.round,
@@ -192,21 +179,6 @@ def _contents(state: RunState) -> tuple[dict[str, dict[Place, np.ndarray]], _Run
 
 def _held(array: np.ndarray) -> np.ndarray:
     return array.copy() if array.flags.writeable else array
-
-
-def _nested(leaves: Mapping[Place, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for (*parents, last), leaf in leaves.items():
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[last] = leaf
-    return tree
-
-
-def _leaves(tree: Mapping[str, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
 
 
 def _check_state(state: RunState) -> None:
@@ -235,98 +207,14 @@ def _momentum_dtypes(found: Mapping[str, Any], specs: Sequence[TensorSpec]) -> d
 # Writing what Orbax reads.
 
 
-def _save(root: Path, trees: Mapping[str, Mapping[Place, np.ndarray]], run: _Run) -> None:
-    for item, arrays in trees.items():
-        _save_tree(root / item, arrays)
+def _save(root: Path, items: Mapping[str, Mapping[Place, np.ndarray]], run: _Run) -> None:
+    for item, arrays in items.items():
+        trees.save(root / item, arrays)
     (root / "run").mkdir(parents=True)
     (root / "run" / "metadata").write_bytes(msgspec.json.encode(run))
-    kinds = dict.fromkeys(trees, ocp.PyTreeCheckpointHandler.typestr())
+    kinds = dict.fromkeys(items, ocp.PyTreeCheckpointHandler.typestr())
     kinds["run"] = ocp.JsonCheckpointHandler.typestr()
     (root / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": kinds}))
-
-
-def _save_tree(path: Path, arrays: Mapping[Place, np.ndarray]) -> None:
-    """One Zarr 3 array for each leaf, all in one OCDBT database, and the shape of the tree."""
-    path.mkdir(parents=True)
-    context = (
-        ts.Context()
-    )  # Shared, or each array opens a database of its own and adds files to it.
-    for batch in _batches(arrays):
-        with ts.Transaction() as transaction:
-            opened = [
-                ts.open(_zarr(path, *leaf), create=True, context=context, transaction=transaction)
-                for leaf in batch
-            ]
-            writes = [o.result().write(a) for o, (_, a) in zip(opened, batch, strict=True)]
-            for write in writes:
-                write.copy.result()
-    (path / "_METADATA").write_text(json.dumps(_tree_metadata(arrays)))
-
-
-def _batches(arrays: Mapping[Place, np.ndarray]) -> Iterator[list[tuple[Place, np.ndarray]]]:
-    """Cut where a file would be full: a transaction holds what it writes in memory."""
-    batch, size = [], 0
-    for place, array in arrays.items():
-        batch.append((place, array))
-        size += array.nbytes
-        if size >= FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _zarr(path: Path, place: Place, array: np.ndarray) -> dict[str, Any]:
-    """Where Orbax looks for an array, and how it is stored."""
-    grid = {"name": "regular", "configuration": {"chunk_shape": _chunk(array)}}
-    codecs = [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "zstd", "configuration": {"level": 1}},
-    ]
-    return {
-        "driver": "zarr3",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{path}/"},
-            "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
-            "target_data_file_size": FILE_BYTES,
-            "path": ".".join(place) + "/",
-        },
-        "metadata": {
-            "shape": array.shape,
-            "data_type": array.dtype.name,
-            "chunk_grid": grid,
-            "codecs": codecs,
-        },
-        "store_data_equal_to_fill_value": True,  # Orbax takes zeros that are not there for a loss.
-    }
-
-
-def _chunk(array: np.ndarray) -> list[int]:
-    """The array's shape, its longest axis halved until it is small enough."""
-    shape = list(array.shape)
-    while math.prod(shape) * array.dtype.itemsize > CHUNK_BYTES:
-        longest = shape.index(max(shape))
-        shape[longest] = -(-shape[longest] // 2)
-    return shape
-
-
-def _tree_metadata(places: Iterable[Place]) -> dict[str, Any]:
-    dict_key = 2  # Orbax's number for one.
-    value = {"value_type": "np.ndarray", "skip_deserialize": False}
-    tree = {
-        str(place): {
-            "key_metadata": [{"key": key, "key_type": dict_key} for key in place],
-            "value_metadata": value,
-        }
-        for place in places
-    }
-    return {
-        "tree_metadata": tree,
-        "use_ocdbt": True,
-        "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
 
 
 # Reading with Orbax.
@@ -360,7 +248,9 @@ def _restore(root: Path, **items: Any) -> Any:
 def _restore_args(places: Iterable[Place]) -> ocp.args.PyTreeRestore:
     """NumPy whatever the files say: nothing is put on a device."""
     return ocp.args.PyTreeRestore(
-        restore_args=_nested({place: ocp.RestoreArgs(restore_type=np.ndarray) for place in places})
+        restore_args=trees.nested(
+            {place: ocp.RestoreArgs(restore_type=np.ndarray) for place in places}
+        )
     )
 
 
@@ -376,18 +266,18 @@ def _restore_run(root: Path) -> _Run:
 
 def _restore_state(root: Path, specs: Sequence[TensorSpec]) -> RunState:
     run = _restore_run(root)
-    names = {place: name for name, place in _places([spec.name for spec in specs]).items()}
+    names = {place: name for name, place in trees.places([spec.name for spec in specs]).items()}
     wanted = {
         "params": list(specs),
         "momentum": _in_float32(specs),
         "master": _in_float32(_narrow(specs)),
     }
     _check_stored(root, wanted, names)
-    trees = _restore_trees(root, wanted, names)
+    items = _restore_trees(root, wanted, names)
     return RunState(
-        values=trees["params"],
-        momentum=trees["momentum"],
-        master=trees["master"],
+        values=items["params"],
+        momentum=items["momentum"],
+        master=items["master"],
         versions=run.versions,
         round=run.round,
         manifest=run.manifest.encode(),
@@ -402,7 +292,7 @@ def _check_stored(
         items = checkpointer.metadata(root).item_metadata or {}
     for item, specs in wanted.items():
         tree = stored.tree if (stored := items.get(item)) else {}
-        found = {names.get(p, "/".join(p)): _stand_in(leaf) for p, leaf in _leaves(tree)}
+        found = {names.get(p, "/".join(p)): _stand_in(leaf) for p, leaf in trees.leaves(tree)}
         full = [spec for spec in specs if spec.size]
         dtypes = _momentum_dtypes(found, full) if item == "momentum" else None
         messages.check(found, full, dtypes=dtypes)
@@ -414,13 +304,13 @@ def _restore_trees(
     """Every item by path name, read-only."""
     places = {name: place for place, name in names.items()}
     full = {i: [places[spec.name] for spec in specs if spec.size] for i, specs in wanted.items()}
-    trees = _restore(
+    items = _restore(
         root, **{item: _restore_args(leaves) for item, leaves in full.items() if leaves}
     )
     restored = {}
     for item, specs in wanted.items():
         arrays = {spec.name: np.empty(spec.shape, spec.dtype) for spec in specs if not spec.size}
-        arrays |= {names[place]: a for place, a in _leaves(trees[item] if full[item] else {})}
+        arrays |= {names[place]: a for place, a in trees.leaves(items[item] if full[item] else {})}
         for array in arrays.values():
             array.setflags(write=False)
         restored[item] = {spec.name: arrays[spec.name] for spec in specs}

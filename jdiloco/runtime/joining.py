@@ -14,7 +14,7 @@ from jdiloco.errors import FormatError, StoreDenied, StoreUnavailable
 from jdiloco.protocol import joining as requests
 from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.joining import Steps
-from jdiloco.protocol.records import Checkpoint, Manifest
+from jdiloco.protocol.records import Checkpoint, Manifest, RoundRecord
 from jdiloco.runtime import checkpoints, contributions
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
@@ -211,18 +211,45 @@ def newest_values(
 ) -> tuple[Chain, dict[str, np.ndarray]]:
     """Where the run stands, and the newest committed value of every tensor.
 
-    `listed` is the log; it is listed here unless it is given.
+    `listed` is the log; it is listed here unless it is given. Errors: `_newest`.
+    """
+    chain = performer.run(requests.read_chain(manifest, data, listed))
+    chain, found = _newest(performer, library, manifest, data, chain, library.values)
+    return chain, {name: array for values in found for name, array in values.items()}
+
+
+def newest_state(
+    performer: Performer, library: Library, manifest: Manifest, data: bytes
+) -> RunState:
+    """Everything that is committed, with momentum and master copies. Errors: `_newest`."""
+    chain = performer.run(requests.read_chain(manifest, data))
+    chain, found = _newest(performer, library, manifest, data, chain, library.version)
+    state = RunState({}, {}, {}, chain.versions, chain.read, data)
+    for version in found:
+        state.values.update(version.values)
+        state.momentum.update(version.momentum)
+        state.master.update(version.master)
+    return state
+
+
+def _newest(
+    performer: Performer,
+    library: Library,
+    manifest: Manifest,
+    data: bytes,
+    chain: Chain,
+    read: Callable[[int, RoundRecord | None, Checkpoint], T],
+) -> tuple[Chain, list[T]]:
+    """The chain from which every fragment's newest version could be read, and what `read` gives.
+
     A run goes on while it is read: a payload that is gone by the time it is wanted has been
     replaced by a newer one, so the records are read again. Raises FormatError when they still name
     what is gone.
     """
-    chain = performer.run(requests.read_chain(manifest, data, listed))
     while True:
         try:
-            values: dict[str, np.ndarray] = {}
-            for index, record in enumerate(chain.records):
-                values |= library.values(index, record, chain.checkpoint)
-            return chain, values
+            records = enumerate(chain.records)
+            return chain, [read(index, record, chain.checkpoint) for index, record in records]
         except FormatError:
             library.forget()
             newer = performer.run(requests.read_chain(manifest, data))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from jdiloco.errors import FormatError, StoreUnavailable, UsageError
 from jdiloco.protocol.records import Checkpoint, Payload, unseal
-from jdiloco.runtime import checkpoints
+from jdiloco.runtime import checkpoints, trees
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.store.folder import FolderStore
 from jdiloco.store.memory import MemoryStore
@@ -111,8 +111,8 @@ def test_zeros_come_back(tmp_path):
 
 
 def test_tensors_larger_than_a_chunk_and_states_larger_than_a_file_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(checkpoints, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(trees, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(trees, "FILE_BYTES", 10_000)
     draw = np.random.default_rng(0)
     values = {f"w{i}": draw.standard_normal((31, 7, 5), np.float32) for i in range(9)}
     assert_same(there_and_back(state_of(values), tmp_path), state_of(values))
@@ -157,7 +157,7 @@ def test_any_names_come_back(tmp_path, names):
 
 @given(st.sets(st.text("ab./#0", min_size=1, max_size=5), max_size=8))
 def test_no_two_names_have_one_place_and_no_place_lies_in_another(names):
-    places = checkpoints._places(sorted(names))
+    places = trees.places(sorted(names))
     joined = [".".join(place) for place in places.values()]
     assert len(set(joined)) == len(names)
     for place in places.values():
@@ -165,7 +165,7 @@ def test_no_two_names_have_one_place_and_no_place_lies_in_another(names):
 
 
 def test_ordinary_names_nest_by_their_parts():
-    assert checkpoints._places(["layers/0/w", "layers/0/b", "head"]) == {
+    assert trees.places(["layers/0/w", "layers/0/b", "head"]) == {
         "layers/0/w": ("layers", "0", "w"),
         "layers/0/b": ("layers", "0", "b"),
         "head": ("head",),
@@ -444,7 +444,7 @@ KILLED = """
 import os, sys, signal
 from pathlib import Path
 import numpy as np
-from jdiloco.runtime import checkpoints
+from jdiloco.runtime import checkpoints, trees
 from jdiloco.store.folder import FolderStore
 
 class Dying(FolderStore):

@@ -11,10 +11,12 @@ import threading
 import time
 
 import jax
+import orbax.checkpoint as ocp
 import pytest
 
 from jdiloco import events
 from jdiloco.errors import StoreIgnoresConditions, StoreUnavailable
+from jdiloco.runtime.export import export
 from jdiloco.session import load
 from jdiloco.store import MemoryStore, Store
 from jdiloco.testing.faults import FaultyStore
@@ -78,6 +80,10 @@ def test_one_program_ends_with_the_same_bytes_in_a_folder_a_bucket_and_memory(tm
         assert [(r.round, len(r.participants)) for r in log] == [(n, 3) for n in range(4)]
         digests |= {node["digest"] for node in found}
         digests.add(digest(load(where, bucket_node.initial())))
+        path = tmp_path / f"model-{next(names)}"
+        export(where, path)
+        with ocp.StandardCheckpointer() as checkpointer:
+            digests.add(digest(checkpointer.restore(path)))
     assert len(digests) == 1
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+import orbax.checkpoint as ocp
+import pytest
+
+from jdiloco.runtime.export import export
 from jdiloco.session import load
 from jdiloco.store import Store
 from jdiloco.testing.faults import FaultyStore
@@ -25,7 +30,19 @@ class Overtaken:
         return None
 
 
-def test_a_payload_that_was_swept_while_its_reader_slept_is_read_in_its_newer_version():
+def exported(mailbox: Store, path: Path):
+    export(mailbox, path)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path)
+
+
+READERS = {"load": lambda mailbox, path: load(mailbox, vector(0.0)), "export": exported}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_payload_that_was_swept_while_its_reader_slept_is_read_in_its_newer_version(
+    how, tmp_path
+):
     """Between the record and its values two newer versions come, and the old one is swept."""
     store, asleep, awake = memory(), threading.Event(), threading.Event()
     settings = algorithm(sync_every=2, overlap_steps=0, keep_rounds=1, checkpoint_every=2)
@@ -35,9 +52,9 @@ def test_a_payload_that_was_swept_while_its_reader_slept_is_read_in_its_newer_ve
         asleep.set()
         assert awake.wait(60)
 
-    script = Overtaken(meanwhile)
+    script, read = Overtaken(meanwhile), READERS[how]
     reader = threading.Thread(
-        target=lambda: found.append(digest(load(FaultyStore(store, script), vector(0.0))))
+        target=lambda: found.append(digest(read(FaultyStore(store, script), tmp_path / "model")))
     )
     with session(vector(1.0), settings, store, "ada") as s:
         params = train(s, s.params, store, rounds=3)
