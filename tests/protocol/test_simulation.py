@@ -76,6 +76,22 @@ def test_every_property_holds_whatever_goes_wrong(seed):
     assert not found, "\n".join(map(str, found))
 
 
+MANY = range(200, 2000)
+BATCH = 50
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", MANY[::BATCH])
+def test_every_property_holds_in_many_more_runs(first):
+    """`JDILOCO_SEEDS=<seed>` replays one that does not."""
+    wrong = [
+        f"seed {seed}: {violation}"
+        for seed in range(first, first + BATCH)
+        for violation in broken(simulate(seed))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_a_seed_gives_one_history():
     assert str(simulate(11)) == str(simulate(11))
     assert str(simulate(11)) != str(simulate(12))
