@@ -4,6 +4,8 @@ import pytest
 
 from tests.store import servers
 
+pytest.register_assert_rewrite("jdiloco.testing.conformance")
+
 
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory):
