@@ -101,6 +101,43 @@ class Dropped(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MuchDropped(Event):
+    """Over a fifth of what this node trained lately was dropped; said once until it is less."""
+
+    round: int
+    share: float  # Of the samples merged or dropped in the newest four cycles of rounds.
+    reasons: tuple[str, ...]  # `reason:samples` since this node joined, means over fragments.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClosingSlow(Event):
+    """A commit takes longer than the steps between two rounds, so rounds fall behind."""
+
+    round: int
+    commit_seconds: float  # From closing to the record, on the average.
+    between_seconds: float  # What the steps between two rounds take.
+    fragments: int  # With so many, or fewer, there is time enough.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed(Event):
+    """Where the time of the training thread went since the commit before, in seconds.
+
+    The parts add up to `wall`. What is sent, received and merged while the user's step runs costs
+    nothing and is in none of them.
+    """
+
+    round: int
+    wall: float
+    compute: float  # Outside the session: the user's own.
+    wait: float  # Blocked, for other nodes.
+    upload: float  # Blocked, while this node's contribution was on its way.
+    download: float  # Blocked, while committed values were.
+    merge: float  # Blocked, while this node closed a round.
+    other: float  # In the session, and not blocked.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WrongLedger(Event):
     """A round record holds a ledger that does not add up, or contradicts the records before it."""
 

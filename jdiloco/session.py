@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -24,7 +23,8 @@ from jdiloco.errors import UsageError
 from jdiloco.protocol import joining
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
-from jdiloco.protocol.rules import ROLES, closes, trains
+from jdiloco.protocol.rules import ROLES, closes, share, trains
+from jdiloco.runtime import signals
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
@@ -35,6 +35,7 @@ from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.queues import Barrier, SharedQueue
 from jdiloco.runtime.schema import Schema
+from jdiloco.runtime.standing import Standing, standing
 from jdiloco.runtime.syncer import Syncer
 from jdiloco.runtime.work import Work
 from jdiloco.store import FolderStore, open_store, small_requests
@@ -171,7 +172,7 @@ class Session:
             raise UsageError("This session has been entered before. Make another one.")
         self._entered = True
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._signals())
+            stack.enter_context(signals.listening(self._on_signal))
             # Errors are ignored because a thread that outlives the block may still write there.
             scratch = tempfile.TemporaryDirectory(prefix="jdiloco-", ignore_cleanup_errors=True)
             stack.enter_context(scratch)
@@ -418,6 +419,27 @@ class Session:
         self._was_read = True
         return self._params if self._in_place else learner.committed(self._params)
 
+    @property
+    def status(self) -> Standing:
+        """Who is alive, who takes part, and how far this node is; any thread may ask."""
+        if self._node is None:
+            raise UsageError("The session has not been entered. Use it in a `with` statement.")
+        state = self._learner.state if self._learner is not None else None
+        return standing(self._node.state, state)
+
+    @property
+    def batch_size(self) -> int | None:
+        """This node's share of `global_batch_size`, None where the run has none.
+
+        Of the learners that are alive, as of the newest look at the mailbox.
+        """
+        total = self.algorithm.global_batch_size
+        self._live()
+        assert self._node is not None
+        state = self._node.state
+        others = state.verdict.learners - state.verdict.paused
+        return None if total is None else share(total, others, state.me)
+
     def step(self, params: Any = None, *, samples: SupportsIndex, steps: SupportsIndex = 1) -> Any:
         """Counts a training step, publishes and aligns what is due, and returns the parameters.
 
@@ -555,31 +577,8 @@ class Session:
 
     # Signals
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGTERM or SIGINT asks to stop; then the handlers from before are back."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-        def restore() -> None:
-            for number, handler in before.items():
-                if signal.getsignal(number) is on_signal:
-                    signal.signal(number, handler)
-
-        def on_signal(number: int, frame: Any) -> None:
-            del frame
-            self._stop_signal = number
-            restore()
-
-        for number, handler in before.items():
-            if handler in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(number, on_signal)
-        try:
-            yield
-        finally:
-            restore()
+    def _on_signal(self, number: int) -> None:
+        self._stop_signal = number
 
     def _check_stop(self) -> None:
         if self._stop_signal is not None:

@@ -11,6 +11,7 @@ Design.
     records    the small objects, sealed with a digest of their own key and bytes
     rules      the numbers that decisions depend on
     lease      who is alive, on the observer's own clock
+    waste      how much of what a learner trains is dropped
     tally      what records say of everybody's samples, and whether a ledger agrees
     chain      what a node knows from the records it has read, and the record that comes next
     closing    one round from open to written; sees no time, so it can be enumerated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from jdiloco.protocol.alignment import OVERWRITE, Alignment
 
@@ -60,6 +61,17 @@ class Life:
 
     def __str__(self) -> str:
         return f"{self.node}.{self.incarnation:04}"
+
+
+def share(total: int, lives: Iterable[Life], me: Life) -> int:
+    """What falls to `me` of `total` things that lives divide among themselves; at least 1.
+
+    The shares of lives that see the same others add up to `total`, the remainder going to the first
+    in order, as long as there are no more lives than things.
+    """
+    order = sorted({*lives, me})
+    each, rest = divmod(total, len(order))
+    return max(1, each + (order.index(me) < rest))
 
 
 NO_CLOSER = Life("", 0)

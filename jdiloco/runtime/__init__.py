@@ -14,6 +14,10 @@
     workers        library threads
     node           the member's machine, driven
     learner        the learner's machine, driven by the user's own loop
+    syncer         what a node that trains nothing does in the user's thread
+    standing       where a node stands in its run
+    times          where the time of the training thread goes
+    signals        SIGTERM and Ctrl-C, for every open session
     alignment      parameters and commits mixed, placed as the user's leaves are
     joining        the joining generators, driven
     export         the newest committed model, for Orbax alone

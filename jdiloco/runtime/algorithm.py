@@ -62,6 +62,11 @@ class DiLoCo:
         is lost, so compare a short run; published runs with four bits lost next to nothing.
       flush_on_close: Whether a node that has run out of data publishes the steps of its unfinished
         rounds.
+      global_batch_size: Rows of one step of all learners together; `session.batch_size` is this
+        node's share of it, as many as are alive. Shares add up while all see the same learners, so
+        not quite while one comes or goes, and never where there are more learners than rows: each
+        has at least one. A step compiles anew for every size it meets. None: sizes are the
+        program's own.
       keep_rounds: Rounds after which contributions are removed from the mailbox; until then the
         round can be recomputed from them.
       checkpoint_every: Cycles of `fragments` rounds between two run checkpoints. Fewer make joining
@@ -101,6 +106,7 @@ class DiLoCo:
     partition: Partition = dataclasses.field(default_factory=by_bytes)
     delta_dtype: str | None = None
     flush_on_close: bool = False
+    global_batch_size: int | None = None
     keep_rounds: int = 2
     checkpoint_every: int = 10
     beat_seconds: float = 10.0
@@ -213,6 +219,7 @@ def _check_choices(algorithm: DiLoCo) -> None:
         ("outer_momentum", float, 0.0),
         ("in_flight", int, 1),
         ("overlap_steps", int, 0),
+        ("global_batch_size", int, 1),
         ("follow", int, 0),
         ("grace_seconds", float, 0.0),
         ("round_seconds", float, 0.0),

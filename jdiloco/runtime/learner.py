@@ -23,16 +23,20 @@ import numpy as np
 
 from jdiloco import events
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol import waste
 from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
 from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead, Covered
+from jdiloco.protocol.waste import Waste
 from jdiloco.runtime import alignment, wire
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
 from jdiloco.runtime.parameters import Holder, in_reach, placed
 from jdiloco.runtime.payloads import Tensors
+from jdiloco.runtime.standing import much_dropped
+from jdiloco.runtime.times import Clocked
 
 NEVER = 2**62
 TELLING = {"nonfinite", "zero_samples", "zero_steps", "counters", "schema", "corrupt"}
@@ -99,6 +103,8 @@ class Learner:
         self._paced_at: float | None = None
         self._step_seconds: float | None = None
         self._heard_at = clock.now()  # When a commit last came.
+        self._clocked = Clocked(clock.now, node.busy)
+        self._waste = Waste()
         self._checked = False  # The first call is looked at whatever is due: it may be a trace.
         self._halted: BaseException | None = None
         self._warned_unchanged = False
@@ -152,6 +158,13 @@ class Learner:
 
     def step(self, params: Any, *, samples: int, steps: int) -> Any:
         """Counts a call; publishes and aligns what is due."""
+        self._clocked.enter()
+        try:
+            return self._step(params, samples=samples, steps=steps)
+        finally:
+            self._clocked.leave()
+
+    def _step(self, params: Any, *, samples: int, steps: int) -> Any:
         due = self._steps + steps >= self._due or not self._node.to_learner.empty()
         if due or not self._checked:
             self._refuse(params)
@@ -214,7 +227,8 @@ class Learner:
         """Waits a moment for messages, and looks at the stop flag."""
         self._check_stop()
         try:
-            first = self._node.to_learner.get(timeout=WAIT_SECONDS)
+            with self._clocked.blocked():
+                first = self._node.to_learner.get(timeout=WAIT_SECONDS)
         except queue.Empty:
             return []
         return [first, *self._arrived()]
@@ -250,9 +264,19 @@ class Learner:
             self._state, news, values=values is not None, finite=finite
         )
         params = self._perform(params, effects, values or {})
+        self._look_back(news)
         if not has_snapshot(self._state.fragments[news.fragment]):
             self._snapshots[news.fragment] = ()
         return params
+
+    def _look_back(self, news: News) -> None:
+        """Once for each round: where the time went, and whether too much was dropped."""
+        node = self._state.life.node
+        self.emit(self._clocked.take(node, news.round))
+        ledgers = [held.ledger for held in self._state.fragments]
+        self._waste, much = waste.look(self._waste, ledgers)
+        if much:
+            self.emit(much_dropped(node, news.round, self._waste, ledgers))
 
     def _is_finite(self, params: Any, news: News) -> bool:
         """Asked only where something is to be kept: the answer waits for the user's step."""

@@ -58,6 +58,7 @@ from jdiloco.runtime.contributions import Rejection
 from jdiloco.runtime.payloads import Library, Tensors, read_anchor
 from jdiloco.runtime.rounds import RoundCloser
 from jdiloco.runtime.schema import Schema
+from jdiloco.runtime.times import BLOCKING, Busy
 from jdiloco.runtime.workers import Worker
 from jdiloco.store.base import Buffer, Store, small_requests
 from jdiloco.store.settle import create_owned
@@ -176,6 +177,7 @@ class Node:
             self._library(),
             self._create_owned,
         )
+        self._busy = {name: Busy(clock.now) for name in BLOCKING}
         self._workers = {name: Worker(name, self.halt) for name in WORKERS}
         self._control = threading.Thread(target=self._run, name="jdiloco-control", daemon=True)
         self._control.start()
@@ -186,6 +188,10 @@ class Node:
     def state(self) -> MemberState:
         """The member's newest state: immutable, and replaced as a whole."""
         return self._state
+
+    def busy(self) -> dict[str, float]:
+        """For how long each thread that training may wait for has been at work, in seconds."""
+        return {name: busy.seconds for name, busy in self._busy.items()}
 
     def progress(self, phase: str, step: int, next_round: int) -> None:
         """What the learner is doing; costs nothing, and is told with the next beat."""
@@ -299,7 +305,8 @@ class Node:
 
         def job() -> None:
             try:
-                answer = request()
+                with self._busy.get(worker, contextlib.nullcontext()):
+                    answer = request()
             except StoreUnavailable:
                 answer = failed()
             except FormatError as error:

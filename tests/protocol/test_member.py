@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from jdiloco import errors, events
@@ -23,7 +24,10 @@ from jdiloco.protocol.records import (
     Ledger,
     Manifest,
     Payload,
+    RoundRecord,
+    Timing,
     seal,
+    unseal,
 )
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.types import Counters
@@ -548,3 +552,20 @@ def test_a_reader_that_the_sweep_overtakes_waits_for_the_newer_record_in_silence
     assert [e.because for e in world.told if isinstance(e, events.Degraded)] == [
         "the values of round 0 could not be read"
     ]
+
+
+def test_a_run_that_closes_more_slowly_than_it_trains_says_how_many_fragments_would_fit():
+    """Each node says so once; with so many a commit takes no longer than a round's steps."""
+    names = (beat("a", 1), beat("b", 1), reported("a"), reported("b"))
+    writer = World(start(), listing(*names, but=only()))
+    writer.run(2.0)
+    data = next(e.data for _, e in writer.asked if isinstance(e, fx.WriteRecord))
+    record = unseal(KEYS.record(0), data, RoundRecord)
+    slow = msgspec.structs.replace(record, timing=Timing(step=0.5, commit=3.0))
+    state, _ = member.step(start(), fx.Listed(1.0, (beat("b", 1),)))
+    state, effects = member.step(state, fx.RecordRead(1.0, 0, seal(KEYS.record(0), slow)))
+    told = [e.event for e in effects if isinstance(e, fx.Emit)]
+    (event,) = [event for event in told if isinstance(event, events.ClosingSlow)]
+    assert (event.commit_seconds, event.between_seconds, event.fragments) == (3.0, 2.0, 1)
+    assert 8 * 0.5 / event.fragments >= event.commit_seconds
+    assert state.slow

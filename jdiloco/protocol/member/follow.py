@@ -93,6 +93,7 @@ def take_record(turn: Turn, data: bytes) -> None:
     _queue(turn, record)
     _announce(turn, record)
     _count(turn, record)
+    _see_pace(turn, record)
     _sweep(turn, own=own)
     if own:
         _save(turn)
@@ -130,6 +131,27 @@ def _count(turn: Turn, record: RoundRecord) -> None:
     turn.set(tally=tally)
     for message in faults:
         turn.emit(events.WrongLedger(node=turn.state.me.node, round=record.round, message=message))
+
+
+def _see_pace(turn: Turn, record: RoundRecord) -> None:
+    """Rounds are closed in order, one after another: says so when that is slower than training."""
+    state = turn.state
+    step, commit = state.chain.timing.step, state.chain.timing.commit
+    if step is None or commit is None:
+        return
+    cycle = step * state.rules.sync_every
+    between = cycle / state.rules.fragments
+    if commit > between and not state.slow:
+        turn.emit(
+            events.ClosingSlow(
+                node=state.me.node,
+                round=record.round,
+                commit_seconds=commit,
+                between_seconds=between,
+                fragments=max(1, int(cycle / commit)),
+            )
+        )
+    turn.set(slow=commit > between)
 
 
 def _queue(turn: Turn, record: RoundRecord) -> None:

@@ -129,6 +129,7 @@ class MemberState:
     shelf: sweep.Shelf = EMPTY_SHELF
     degraded: bool = False  # It has said so, and not yet that it has recovered.
     troubles: tuple[tuple[str, str], ...] = ()  # What fails, one of TROUBLES, and how.
+    slow: bool = False  # It has said that closing takes too long.
     unsent: int = 0  # Uploads in a row that failed, of whichever contribution.
     polled: float = 0.0  # When the newest listing was asked for.
     failures: int = 0  # Requests without an answer since the last listing that had one.

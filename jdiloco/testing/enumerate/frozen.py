@@ -138,6 +138,7 @@ def canonical(state: MemberState) -> MemberState:
         failures=0,
         degraded=False,
         troubles=(),
+        slow=False,
         unsent=0,
         gone=0,
         polled=0.0,
