@@ -80,7 +80,8 @@ class Session:
             session.run()                                          # until a signal comes
 
     On SIGTERM or Ctrl-C the block ends at the next step boundary as if the data had ended there,
-    and `stopped_by` names the signal; a second one acts as if there were no session.
+    and `stopped_by` names the signal; a second one acts as if there were no session. While the node
+    still joins there is no block: the program ends, with 128 and the signal's number as its status.
 
     Arguments:
       params: the parameters, or a Flax NNX module. None, for a syncer alone: then it waits until
@@ -181,7 +182,9 @@ class Session:
             except BaseException as error:
                 self._abandon()
                 if isinstance(error, _StopRequested):
-                    raise SystemExit(0) from None  # There is no block yet that could just end.
+                    # There is no block yet that could just end. The status is the usual one of a
+                    # signal, so that nobody takes this for the end of the data.
+                    raise SystemExit(128 + (self._stop_signal or 0)) from None
                 raise
             self._open = stack.pop_all()
         return self
