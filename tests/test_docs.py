@@ -1,17 +1,22 @@
-"""What the README and the examples say is what happens."""
+"""What the README, the pages in `docs/` and the examples say is what happens."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
 
+from tests.session.nodes import wait_until
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def run(*arguments: str | Path, cwd: Path, devices: int = 1) -> subprocess.Popen[str]:
@@ -40,8 +45,20 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+def blocks_of(page: str) -> list[str]:
+    """The Python programs on a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def program(folder: Path, *blocks: str) -> Path:
+    """Blocks of a page, one after the other, as a file that can be run."""
+    path = folder / "program.py"
+    path.write_text("\n".join(blocks))
+    return path
+
+
 def test_the_readmes_program_is_the_first_example():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = blocks_of("README.md")
     source = (ROOT / "examples" / "first_run.py").read_text()
     program = source.split('"""\n\n', maxsplit=1)[1]
     assert blocks[0] == program
@@ -95,11 +112,118 @@ def test_four_learners_train_in_one_program_on_one_device_and_on_eight(tmp_path,
     assert float(loss) < 0.1
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_train_state_with_batch_statistics_is_trained(tmp_path, machines):
+    script = ROOT / "examples" / "linen_train_state.py"
+    nodes = [run(script, cwd=tmp_path) for _ in range(machines)]
+    for out in [finish(node) for node in nodes]:
+        (wrong,) = re.findall(r"wrong side of the spiral: ([0-9.]+) %", out)
+        assert float(wrong) < 5.0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
+def test_three_ways_to_use_the_devices_of_a_node_come_to_one_loss(tmp_path, devices):
+    """Parameters stay where each step keeps them: cut over the devices, or whole on each."""
+    out = finish(run(ROOT / "examples" / "node_of_devices.py", cwd=tmp_path, devices=devices))
+    found = re.findall(r"(\w+) +loss ([0-9.]+)   of w, each device holds \((\d+), 64\)", out)
+    assert [(name, int(rows)) for name, _, rows in found] == [
+        ("fsdp", 64 // devices),
+        ("shard_map", 64),
+        ("pmap", 64),
+    ]
+    losses = [float(loss) for _, loss, _ in found]
+    assert max(losses) - min(losses) <= 2e-4
+    assert max(losses) < 0.2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_device_is_a_learner_in_one_pmap(tmp_path, devices):
+    out = finish(run(ROOT / "examples" / "pmap_learners.py", cwd=tmp_path, devices=devices))
+    assert float(re.findall(rf"^{devices} learners, loss ([0-9.]+)", out)[0]) < 0.1
+
+
+@pytest.mark.multiprocess
+def test_merged_deltas_may_be_clipped_before_the_outer_step(tmp_path):
+    out = finish(run(ROOT / "examples" / "clipped_rounds.py", cwd=tmp_path))
+    shown = re.findall(r"merged delta ([0-9.]+)   loss ([0-9.e-]+)", out)
+    assert float(shown[0][0]) > 1.0  # So there was something to clip.
+    assert float(shown[-1][0]) < 0.1
+    assert float(shown[-1][1]) < 0.01
+
+
+def numbers(out: str) -> list[tuple[str, list[float]]]:
+    """What the three ways print: who, and its numbers."""
+    lines = [line.split() for line in out.splitlines()]
+    return [(name, [float(value) for value in values]) for name, *values in lines]
+
+
+@pytest.mark.multiprocess
+def test_the_three_ways_give_the_same_numbers(tmp_path):
+    problem, transformation, spmd, session = blocks_of("docs/which-way.md")
+    (tmp_path / "nodes").mkdir()
+    node = program(tmp_path / "nodes", problem, session)
+    processes = [run(node, str(learner), cwd=tmp_path) for learner in range(2)]
+    processes.append(run(program(tmp_path, problem, transformation, spmd), cwd=tmp_path))
+    found = [line for process in processes for line in numbers(finish(process))]
+    assert [name for name, _ in found] == ["session", "session", "transformation", "spmd"]
+    for _, values in found:
+        assert values == pytest.approx([0, 1, 2, 3, 1], abs=0.01)  # It has been learnt,
+        assert values == pytest.approx(found[-1][1], abs=1e-5)  # and by all to the same values.
+
+
+def test_the_picture_of_the_three_ways_names_them():
+    picture = xml.parse(ROOT / "docs" / "which-way.svg")
+    words = {text.strip() for text in picture.getroot().itertext()}
+    assert {"diloco_outer", "jdiloco.spmd", "Session"} <= words
+
+
+@pytest.mark.multiprocess
+def test_a_node_that_keeps_replicas_on_a_leading_axis_passes_one_of_them(tmp_path):
+    script = program(tmp_path, *blocks_of("docs/several-devices.md"))
+    out = finish(run(script, cwd=tmp_path, devices=8))
+    assert float(re.findall(r"8 devices, loss ([0-9.]+)", out)[0]) < 0.1
+
+
+@pytest.mark.multiprocess
+def test_a_node_that_is_told_to_stop_goes_on_where_it_was_when_started_again(tmp_path):
+    """The program of the page on launching, with a signal as a scheduler sends it."""
+    script = program(tmp_path, *blocks_of("docs/launch.md"))
+
+    def start(steps: int) -> subprocess.Popen[str]:
+        options = ("--mailbox", "shared", "--rank", "0", "--steps", str(steps))
+        return run(script, *options, cwd=tmp_path)
+
+    first = start(10**9)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("shared/*/log/0*/*.0"))) >= 3, 120.0)
+        first.send_signal(signal.SIGTERM)
+        out, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 143, err
+    assert "goes on at batch 0" in out
+    (batch,) = re.findall(r"goes on at batch (\d+)", finish(start(0)))
+    assert int(batch) >= 100
+
+
 def test_documents_name_files_that_exist():
     """Every path in backticks that looks like one of ours is there."""
-    for document in ("README.md", "BUILD.md"):
-        named = re.findall(
-            r"`((?:jdiloco|tests|examples|\.ci)/[\w./-]+)`", (ROOT / document).read_text()
-        )
+    for document in (ROOT / "README.md", ROOT / "BUILD.md", *PAGES):
+        text = document.read_text()
+        named = re.findall(r"`((?:jdiloco|tests|examples|docs|\.ci)/[\w./-]+)`", text)
         missing = [name for name in named if not (ROOT / name).exists()]
         assert not missing, f"{document} names {missing}"
+
+
+def test_links_between_pages_lead_somewhere_and_every_page_is_reached_from_the_readme():
+    reached = set()
+    for document in (ROOT / "README.md", *PAGES):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+        targets = {(document.parent / link).resolve() for link in links}
+        assert all(target.exists() for target in targets), (document, links)
+        if document.name == "README.md":
+            reached = targets
+    assert set(PAGES) <= reached
