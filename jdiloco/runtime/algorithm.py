@@ -52,7 +52,8 @@ class DiLoCo:
         number of nodes waits for all that live and train. Nodes that have not come yet are not
         waited for: start them together where every round must have everybody.
       grace_seconds: How long a closable round goes on collecting. None estimates it from the time
-        that the steps in flight leave, 0 closes at once.
+        that the steps in flight leave, 0 closes at once: then, with a quorum of 1, a learner that
+        is exactly half as fast as the others may keep step with them and come late to every round.
       round_seconds: A round with at least one contribution closes after this long. None: no such
         limit.
       partition: Which tensors make a fragment: `by_bytes()` or `strided(block_pattern)`.

@@ -569,3 +569,19 @@ def test_a_run_that_closes_more_slowly_than_it_trains_says_how_many_fragments_wo
     assert (event.commit_seconds, event.between_seconds, event.fragments) == (3.0, 2.0, 1)
     assert 8 * 0.5 / event.fragments >= event.commit_seconds
     assert state.slow
+
+
+def test_a_round_closes_when_its_time_is_over_though_nothing_else_happens():
+    """B44: two of three have reported, the third is silent, and no message comes any more."""
+    state = start(quorum_size=3, round_seconds=5.0, grace_seconds=0.0)
+    shown = (*(beat(node, 1) for node in "abc"), reported("a"), reported("b"))
+    state, effects = member.step(state, fx.Listed(1.0, shown))
+    for key in [e.key for e in effects if isinstance(e, fx.Examine)]:
+        examined = fx.Examined(1.0, key, head(key.node), 1.0, "s")
+        state, effects = member.step(state, examined)
+    assert "Merge" not in kinds(effects)
+    state, effects = member.step(state, fx.Tick(5.9))
+    assert "Merge" not in kinds(effects)
+    assert member.wake_at(state) <= 6.0
+    state, effects = member.step(state, fx.Tick(6.0))
+    assert "Merge" in kinds(effects)

@@ -269,6 +269,39 @@ def test_nodes_of_unlike_speed_account_for_every_sample_and_carrying_loses_next_
         assert max(end.merged / end.processed for end in ends.values()) < 0.8
 
 
+@pytest.mark.parametrize("offset", [0.0, 0.3, 0.7, 1.1])
+def test_a_learner_exactly_half_as_fast_is_in_nearly_every_round_by_default(offset):
+    """It keeps step with the others, and would always come a moment late but for the grace."""
+    slow = Plan(node="b", steps=60, step_seconds=1.0, starts=1.0 + offset)
+    _, facts = run(scenario(*names("a", "c", steps=120), slow))
+    during = [r for r in facts.in_order if 10.0 < facts.record_puts[r.round].at < 55.0]
+    with_b = [r for r in during if "b" in {p.node for p in r.participants}]
+    assert len(with_b) >= 0.75 * len(during)
+
+
+def test_a_node_that_comes_a_hundred_seconds_later_finds_the_first_still_training():
+    """B46: nobody waits for one that has not come, and every sample is accounted for (S7)."""
+    plans = (Plan(node="a", steps=280), Plan(node="b", steps=60, starts=100.0))
+    history, facts = run(scenario(*plans, quorum_size=2, round_seconds=60.0))
+    assert not [e for e in history.of(Fate) if e.kind == "ended" and e.detail != "finished"]
+    came = when(history, "joined", "b#1")
+    before = [r for r in facts.in_order if facts.record_puts[r.round].at < came]
+    assert {p.node for r in before for p in r.participants} == {"a"}
+    assert any({p.node for p in r.participants} == {"a", "b"} for r in facts.in_order)
+
+
+def test_of_two_that_would_take_over_at_the_same_moment_one_does():
+    """B48: the claim that lies there decides, the same for everybody."""
+    first = Plan(node="a", steps=200, deaths=(Death(at=9.0),))
+    for seed in range(8):
+        twins = later("b", "c", steps=60)
+        history, facts = run(scenario(first, *twins, quorum_size=3, seed=seed))
+        claims = [(event.round, event.claim) for event in history.events(events.TookOver)]
+        assert claims
+        assert len(claims) == len(set(claims))
+        assert facts.in_order[-1].closer in ("b", "c")
+
+
 def test_standard_diloco_follows_the_formula_in_lock_step():
     settings = {"fragments": 1, "in_flight": 1, "overlap_steps": 0, "quorum_size": 3}
     history, facts = run(scenario(*names("a", "b", "c"), **settings))

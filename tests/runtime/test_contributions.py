@@ -53,3 +53,19 @@ def test_a_position_that_no_learner_can_have_reached_is_rejected(position):
     check(4)
     with pytest.raises(Rejection, match="counters"):
         check(position)
+
+
+@pytest.mark.parametrize(("round", "version"), [(5, 0), (0, 1)])
+def test_a_contribution_of_another_round_or_version_is_stale(round, version):
+    """B58: it is listed as such and takes no part."""
+    key = ContributionKey(round, "a", 1, False)
+    with pytest.raises(Rejection, match="stale"):
+        contributions.check(
+            Contribution(head(), {}, ""),
+            key,
+            KEYS,
+            (),
+            fragment=0,
+            version=version,
+            delta_dtype=None,
+        )

@@ -62,10 +62,9 @@ def wake_at(state: MemberState) -> float:
     times = [state.next_beat, listen.overdue_at(state)]
     if not state.polling:
         times.append(max(state.next_poll, state.hold))
-    closable = state.waits.closable
     collecting = state.closing.mine and state.closing.phase is Phase.OPEN
-    if collecting and closings.settled(state.closing) and closable is not None:
-        times.append(max(closable + close.grace(state), state.hold, state.waits.retry))
+    if collecting and closings.settled(state.closing):
+        times.append(max(close.decides_at(state), state.hold, state.waits.retry))
     return min(times)
 
 

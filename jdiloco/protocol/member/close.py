@@ -64,6 +64,16 @@ def _decide(turn: Turn) -> None:
         _merge(turn)
 
 
+def decides_at(state: MemberState) -> float:
+    """When time alone closes the round that this node collects for: never, unless it can."""
+    waits, limit = state.waits, state.rules.round_seconds
+    if waits.closable is not None:
+        return waits.closable + grace(state)
+    if limit is not None and waits.accepted is not None:
+        return waits.accepted + limit
+    return float("inf")
+
+
 def grace(state: MemberState) -> float:
     """Seconds to go on collecting once the round could close.
 
