@@ -20,7 +20,7 @@ from jdiloco import events
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
 from jdiloco.errors import UsageError
-from jdiloco.protocol import joining
+from jdiloco.protocol import joining, lives
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.protocol.rules import ROLES, closes, share, trains
@@ -269,7 +269,7 @@ class Session:
         manifest, data, created = self._find_run(store, performer)
         schema = self._schema = Schema.of_manifest(manifest)
         keys = Keys(manifest.run)
-        birth = performer.run(joining.take_up_life(keys, self._person(), self._waiting()))
+        birth = performer.run(lives.take_up_life(keys, self._person(), self._waiting()))
         newest: dict[str, np.ndarray] = {}
         if trains(self._role):
             chain, newest = newest_values(
@@ -366,8 +366,8 @@ class Session:
         algorithm = self.algorithm
         return joining.Waiting(self._poll_interval, algorithm.beat_seconds, algorithm.lease_seconds)
 
-    def _person(self) -> joining.Person:
-        return joining.Person(
+    def _person(self) -> lives.Person:
+        return lives.Person(
             node=self._node_id,
             host=socket.gethostname(),
             process=os.getpid(),

@@ -20,7 +20,9 @@ Design.
     fragment   what a record does to one fragment of a learner
     alignment  what a learner keeps of its training when it takes a version
     sweep      what may be removed
-    joining    creating a run, taking up a life, reading where the run stands
+    joining    finding or creating a run, reading where it stands
+    lives      taking up the next life of a node
+    resuming   what a node has to remember to go on after a restart
     work       units of work that nodes claim, give back, and take over from the dead
     desk       what a node has in hand of them, and what it may say of it
     effects    what goes into a member and what comes out of it

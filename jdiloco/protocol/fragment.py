@@ -31,6 +31,7 @@ class Outstanding:
     counters: Counters
     at_step: int  # Of this life, when the snapshot was taken.
     final: bool = False
+    inherited: int = 0  # The earlier incarnation that sent it; 0: this one.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,22 +118,23 @@ class News:
     cosine: float | None = None  # Mean over the pairs of merged deltas, None without a pair.
 
     @classmethod
-    def of(cls, record: RoundRecord, life: Life) -> News:
-        """What `record` says to `life`."""
+    def of(cls, record: RoundRecord, life: Life, sent: Outstanding | None = None) -> News:
+        """What `record` says to `life`, which has `sent` outstanding for its fragment."""
+        own = {life.incarnation}
+        if sent is not None and sent.inherited and sent.round == record.round:
+            own.add(sent.inherited)
         rejected = [
-            r.reason
-            for r in record.rejected
-            if (r.node, r.incarnation) == (life.node, life.incarnation)
+            r.reason for r in record.rejected if r.node == life.node and r.incarnation in own
         ]
-        lives = [p.incarnation for p in record.participants if p.node == life.node]
+        lives = {p.incarnation for p in record.participants if p.node == life.node}
         return cls(
             round=record.round,
             fragment=record.fragment,
             version=record.version,
             void=record.void,
-            merged=life.incarnation in lives,
+            merged=bool(own & lives),
             rejected=rejected[0] if rejected else "",
-            stranger=any(found != life.incarnation for found in lives),
+            stranger=bool(lives - own),
             cosine=record.cosine if len(record.participants) > 1 else None,
         )
 
@@ -151,6 +153,14 @@ def _lose(
     ledger = held.ledger.drop(reason, lost.samples)
     held = replace(held, counters=held.counters - lost, ledger=ledger)
     return held, (Drop(round, fragment, reason, lost),)
+
+
+def _taken_over(held: FragmentTraining) -> FragmentTraining:
+    """What an earlier life sent and no record merged is training of this one from now on."""
+    sent = held.outstanding
+    if sent is None or not sent.inherited:
+        return held
+    return replace(held, ledger=held.ledger.train(sent.counters.samples))
 
 
 def lose_all(held: FragmentTraining, *, reason: str, round: int, fragment: int) -> Changed:
@@ -175,7 +185,7 @@ def void(held: FragmentTraining, news: News, *, revert: bool, kept: bool) -> Cha
     """
     revert = revert and bool(news.rejected)
     sent = held.outstanding.counters if held.outstanding else NOTHING
-    held = replace(held, outstanding=None)
+    held = replace(_taken_over(held), outstanding=None)
     if kept and not revert and news.rejected != "nonfinite":
         return held, ()
     lost = held.counters if revert else sent
@@ -194,14 +204,12 @@ def settle(rules: Rules, held: FragmentTraining, news: News, *, intact: bool) ->
     sent = held.outstanding
     agreed = alignment.agrees(rules.alignment, news.cosine, before=held.agreed)
     meanwhile = replace(held.meanwhile, forced=held.meanwhile.forced or news.stranger)
-    held = replace(held, outstanding=None, behind=True, agreed=agreed, meanwhile=meanwhile)
+    held = replace(held, behind=True, agreed=agreed, meanwhile=meanwhile)
     if sent is None:
         return held, ()
     if news.merged and sent.round == news.round:
-        ledger = held.ledger.merge(sent.counters.samples)
-        rest = held.counters - sent.counters
-        meanwhile = replace(meanwhile, merged=intact)
-        return replace(held, counters=rest, ledger=ledger, meanwhile=meanwhile), ()
+        return _merged(held, sent, intact=intact), ()
+    held = replace(_taken_over(held), outstanding=None)
     reason = "late"
     if news.rejected:
         reason = "superseded" if news.rejected == "superseded" else "rejected"
@@ -211,6 +219,14 @@ def settle(rules: Rules, held: FragmentTraining, news: News, *, intact: bool) ->
         return replace(held, meanwhile=replace(meanwhile, unmerged=late)), ()
     held = replace(held, meanwhile=replace(meanwhile, forced=meanwhile.forced or intact))
     return _lose(held, sent.counters, reason=reason, round=news.round, fragment=news.fragment)
+
+
+def _merged(held: FragmentTraining, sent: Outstanding, *, intact: bool) -> FragmentTraining:
+    """What an earlier life sent is in the ledger of that life."""
+    ledger = held.ledger if sent.inherited else held.ledger.merge(sent.counters.samples)
+    rest = held.counters - sent.counters
+    meanwhile = replace(held.meanwhile, merged=intact)
+    return replace(held, counters=rest, outstanding=None, ledger=ledger, meanwhile=meanwhile)
 
 
 def choose(rules: Rules, held: FragmentTraining, news: News, *, finite: bool) -> How:

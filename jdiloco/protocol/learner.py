@@ -33,7 +33,7 @@ from dataclasses import replace
 from jdiloco.protocol import fragment
 from jdiloco.protocol.alignment import Overwrite
 from jdiloco.protocol.fragment import Align, Drop, FragmentTraining, News, Outstanding, Revert
-from jdiloco.protocol.records import Ledger
+from jdiloco.protocol.records import Ledger, RoundRecord
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import fragment_of, gap
 from jdiloco.types import Counters
@@ -248,6 +248,11 @@ def _carried(state: LearnerState) -> int:
     over = state.since - _gap(state)
     just_due = over >= 0 and over < state.last_call
     return over if just_due else 0
+
+
+def news_of(state: LearnerState, record: RoundRecord) -> News:
+    """What a round record says to this learner."""
+    return News.of(record, state.life, state.fragments[record.fragment].outstanding)
 
 
 def committed(

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from jdiloco.errors import FormatError, RunConfigMismatch
-from jdiloco.protocol import joining
+from jdiloco.protocol import lives
 from jdiloco.protocol.joining import (
     Create,
     Get,
@@ -330,7 +330,7 @@ def end_life(keys: Keys, life: Life, me: Life, waiting: Waiting, *, round: int) 
     key = keys.incarnation(successor.node, successor.incarnation)
     data = yield Get(key)
     if data is None:
-        made = yield from joining.inherit(keys, successor, round=round)
+        made = yield from lives.inherit(keys, successor, round=round)
         ending = msgspec.structs.replace(made, ended_by=str(me), write_id=f"{me}.ends")
         data = yield from settle(key, seal(key, ending), waiting)
     yield from _show_successor(keys, successor, waiting, round, started=not _is_end(key, data))

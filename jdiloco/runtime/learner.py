@@ -257,7 +257,7 @@ class Learner:
 
     def _commit(self, params: Any, item: Commit, values: Tensors | None) -> Any:
         self._heard_at = self._clock.now()
-        news = News.of(item.record, self._state.life)
+        news = machine.news_of(self._state, item.record)
         self._warn_rejected(news)
         finite = values is None or self._is_finite(params, news)
         self._state, effects = machine.committed(

@@ -38,8 +38,8 @@ from jdiloco.errors import (
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
-from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
+from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.member import MemberState
 from jdiloco.protocol.records import (
     Checkpoint,

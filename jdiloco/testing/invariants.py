@@ -39,6 +39,7 @@ from jdiloco.testing.simulate.history import (
     Happened,
     Held,
     History,
+    Resumed,
     Snapped,
     Stored,
     Took,
@@ -320,8 +321,7 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
     """S7: of what a participant processed, records and events tell where it went."""
     merged: collections.Counter[tuple[Life, int]] = collections.Counter()
     dropped = _drops_before_snapshots(facts)
-    trained = {entry.key: entry.steps for entry in facts.history.of(Snapped)}
-    samples = {plan.node: plan.samples for plan in facts.history.scenario.nodes}
+    trained = _samples_before_snapshots(facts)
     for record in facts.in_order:
         for who in record.rejected:
             if who.reason == "counters":  # Nobody here sends wrong ones.
@@ -332,13 +332,14 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
                 continue
             delta = found[1]
             life, ledger = Life(who.node, who.incarnation), who.ledger
-            per_step = samples.get(who.node) or samples[who.node.rstrip("b")]
             place = f"round {record.round}, {life}"
             if (who.counters.steps, who.counters.samples) != (delta.steps, delta.samples):
                 yield f"{place}: counters are {who.counters} for {delta.steps}, {delta.samples}"
             key = ContributionKey(record.round, who.node, who.incarnation, who.final)
-            if ledger.processed != trained[key] * per_step:
-                yield f"{place}: the ledger has {ledger.processed} of {trained[key]} steps"
+            if key not in trained:
+                yield f"{place}: nobody took the snapshot that was merged"
+            elif ledger.processed != trained[key]:
+                yield f"{place}: the ledger has {ledger.processed} of {trained[key]} samples"
             parts = (ledger.merged, *ledger.dropped.values(), ledger.pending)
             if ledger.processed != sum(parts):
                 yield f"{place}: the ledger has {ledger.processed} samples, its parts are {parts}"
@@ -351,6 +352,35 @@ def s7_every_ledger_adds_up(facts: Facts) -> Violations:
             if not ledger.dropped.keys() <= set(DROPS):
                 yield f"{place}: dropped for {ledger.dropped}"
             merged[life, record.fragment] += who.counters.samples
+
+
+def _samples_before_snapshots(facts: Facts) -> dict[ContributionKey, int]:
+    """Per contribution: samples of its life and fragment by then, those it went on with included.
+
+    Of what an earlier life sent those count that no record merged: a fragment is not reported on
+    again before that is known.
+    """
+    scenario = facts.history.scenario
+    samples = {plan.node: plan.samples for plan in scenario.nodes}
+    resumed = {entry.who: entry for entry in facts.history.of(Resumed)}
+    found = {}
+    for entry in facts.history.of(Snapped):
+        node, fragment = entry.key.node, entry.key.round % scenario.rules.fragments
+        found[entry.key] = entry.steps * (samples.get(node) or samples[node.rstrip("b")])
+        if (before := resumed.get(entry.who)) is not None:
+            found[entry.key] += before.rest[fragment] + sum(
+                inherited
+                for key, inherited in before.sent
+                if key.round % scenario.rules.fragments == fragment and not _is_merged(facts, key)
+            )
+    return found
+
+
+def _is_merged(facts: Facts, key: ContributionKey) -> bool:
+    record = facts.records.get(key.round)
+    if record is None:
+        return False
+    return any((w.node, w.incarnation) == (key.node, key.incarnation) for w in record.participants)
 
 
 def _drops_before_snapshots(facts: Facts) -> dict[ContributionKey, dict[str, int]]:
@@ -394,10 +424,11 @@ def l1_every_round_gets_a_record(facts: Facts) -> Violations:
     """
     history = facts.history
     began, end = _closers(history)
-    stranded = history.scenario.rules.overlap_steps is not None and end < history.scenario.horizon
-    if not history.ended and not stranded:
-        yield f"nodes were still waiting after {history.scenario.horizon} s"
-    limit, calm = _patience(history.scenario), max(began, _calm(history))
+    scenario = history.scenario
+    wait = scenario.rules.overlap_steps is not None or any(plan.work for plan in scenario.nodes)
+    if not history.ended and not (wait and end < scenario.horizon):
+        yield f"nodes were still waiting after {scenario.horizon} s"
+    limit, calm = _patience(scenario), max(began, _calm(history))
     for round, at in sorted(_first_reports(facts).items()):
         before = facts.record_puts.get(round - 1)
         since = max(at, calm, before.at if before else 0.0)

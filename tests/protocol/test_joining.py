@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from jdiloco.errors import FormatError, NodeIdInUse, StoreIgnoresConditions, StoreUnavailable
-from jdiloco.protocol import joining
-from jdiloco.protocol.joining import Birth, Creator, Person, Steps, Waiting
+from jdiloco.protocol import joining, lives
+from jdiloco.protocol.joining import Creator, Steps, Waiting
 from jdiloco.protocol.keys import CREATING, MANIFEST, BeatKey, ContributionKey, Keys
+from jdiloco.protocol.lives import Birth, Person
 from jdiloco.protocol.records import (
     FORMAT,
     Checkpoint,
@@ -193,7 +194,7 @@ def live(store: Store, number: int, *, life: int = 1, phase: str = "training") -
 
 
 def be_born(store: Store, elsewhere: Callable[[float], object] | None = None) -> Birth:
-    return Driver(store, elsewhere).run(joining.take_up_life(KEYS, person(), WAITING))
+    return Driver(store, elsewhere).run(lives.take_up_life(KEYS, person(), WAITING))
 
 
 def take_up(store: Store, elsewhere: Callable[[float], object] | None = None) -> Life:
@@ -312,7 +313,7 @@ def test_an_id_whose_beat_stands_still_for_a_lease_is_free():
     store = MemoryStore()
     live(store, 1)
     driver = Driver(store)
-    driver.run(joining.take_up_life(KEYS, person(), WAITING))
+    driver.run(lives.take_up_life(KEYS, person(), WAITING))
     assert driver.slept == WAITING.lease_seconds
 
 
@@ -323,7 +324,7 @@ def test_an_id_that_has_left_is_free_at_once(when):
     leaves = Driver(store, lambda slept: live(store, 2, phase="left") if slept >= when else None)
     if not when:
         live(store, 2, phase="left")
-    leaves.run(joining.take_up_life(KEYS, person(), WAITING))
+    leaves.run(lives.take_up_life(KEYS, person(), WAITING))
     assert leaves.slept <= when
 
 
@@ -347,7 +348,7 @@ class Meanwhile(Driver):
         return super()._perform(request)
 
     def be_born(self) -> Birth:
-        birth = self.run(joining.take_up_life(KEYS, person(), WAITING))
+        birth = self.run(lives.take_up_life(KEYS, person(), WAITING))
         assert not self._happens
         return birth
 
@@ -373,7 +374,7 @@ def test_of_two_processes_that_take_up_one_life_the_one_that_gets_none_is_refuse
     store = MemoryStore()
 
     def first() -> None:
-        Driver(store).run(joining.take_up_life(KEYS, person(nonce="y"), WAITING))
+        Driver(store).run(lives.take_up_life(KEYS, person(nonce="y"), WAITING))
 
     beats = iter(range(2, 100))
     slower = Meanwhile(store, creates("/node/"), first, lambda slept: live(store, next(beats)))
@@ -483,7 +484,7 @@ def test_a_listing_counts_once_it_shows_the_new_life():
                 return late.pop()
             return super()._perform(request)
 
-    birth = Late(store).run(joining.take_up_life(KEYS, person(), WAITING))
+    birth = Late(store).run(lives.take_up_life(KEYS, person(), WAITING))
     assert (birth.position, birth.beat) == (7, 2)
 
 

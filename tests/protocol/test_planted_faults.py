@@ -21,6 +21,7 @@ from jdiloco.protocol import (
     learner,
     lease,
     member,
+    resuming,
     schedule,
     sweep,
     tally,
@@ -29,7 +30,7 @@ from jdiloco.protocol import (
 from jdiloco.protocol.keys import UnitKey
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
-from jdiloco.testing.simulate import mailbox, node, values
+from jdiloco.testing.simulate import control, mailbox, node, values
 
 Death, Plan, Faults = simulate.Death, simulate.Plan, simulate.Faults
 Patch = pytest.MonkeyPatch
@@ -448,12 +449,12 @@ def failed_uploads_are_given_up(patch: Patch) -> None:
 
 def a_restarted_node_begins_its_data_again(patch: Patch) -> None:
     """From the start, whatever its earlier lives have sent."""
-    take_up = node.joining.take_up_life
+    take_up = node.lives.take_up_life
 
     def forgetful(*arguments):
         return dataclasses.replace((yield from take_up(*arguments)), position=0)
 
-    patch.setattr(node.joining, "take_up_life", forgetful)
+    patch.setattr(node.lives, "take_up_life", forgetful)
 
 
 def an_elected_node_goes_on_training(patch: Patch) -> None:
@@ -573,6 +574,38 @@ def nobody_reports_what_it_has_trained(patch: Patch) -> None:
     patch.setattr(desk.Desk, "owes", lambda self, *, outstanding: False)
 
 
+def a_resumed_node_trusts_its_checkpoint(patch: Patch) -> None:
+    """Though the life that took it went on afterwards, and what it has pending may be merged."""
+    take_up = node.lives.take_up_life
+
+    def trusting(*arguments):
+        return dataclasses.replace((yield from take_up(*arguments)), overtaken=False)
+
+    patch.setattr(node.lives, "take_up_life", trusting)
+
+
+def what_a_resumed_node_inherits_is_a_strangers(patch: Patch) -> None:
+    """Work of its own that is merged counts as overwritten."""
+    of = fragment.News.of
+    patch.setattr(fragment.News, "of", lambda record, life, sent: of(record, life))
+
+
+def a_resumed_node_goes_on_in_the_old_ledger(patch: Patch) -> None:
+    """Each life has its own, or what one life sent is counted by two."""
+    patch.setattr(resuming, "_inherited", lambda held, before: held)
+
+
+def what_a_resumed_node_inherits_is_sent_as_its_own(patch: Patch) -> None:
+    """Under a new key it may be merged a second time."""
+    contribute = control.Control.contribute
+
+    def renamed(self, delta):
+        head = msgspec.structs.replace(delta.head, incarnation=self.state.me.incarnation)
+        contribute(self, msgspec.structs.replace(delta, head=head))
+
+    patch.setattr(control.Control, "contribute", renamed)
+
+
 FAULTS = [
     # fault, runs, seeds, properties of which one must say so
     (no_read_back, of_two, 5, {"S5"}),
@@ -598,6 +631,10 @@ FAULTS = [
     (claims_never_come, drawn, 10, {"L1"}),
     (nothing_is_ever_void, nobody_is_finite, 1, {"L1"}),
     (a_restarted_node_begins_its_data_again, drawn, 10, {"S3"}),
+    (a_resumed_node_trusts_its_checkpoint, drawn, 40, {"S3"}),
+    (what_a_resumed_node_inherits_is_a_strangers, drawn, 60, {"S7"}),
+    (a_resumed_node_goes_on_in_the_old_ledger, drawn, 10, {"S7"}),
+    (what_a_resumed_node_inherits_is_sent_as_its_own, drawn, 60, {"S7"}),
     (failed_uploads_are_given_up, failing_uploads, 1, {"L1"}),
     (an_elected_node_goes_on_training, an_elected_node, 1, {"roles"}),
     (an_elected_node_never_trains_again, an_elected_node, 1, {"L1"}),

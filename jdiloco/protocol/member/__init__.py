@@ -27,9 +27,10 @@ from jdiloco.protocol import effects as fx
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.protocol.member.elect import is_over
+from jdiloco.protocol.member.follow import is_up_to
 from jdiloco.protocol.member.state import MemberState, Turn, start
 
-__all__ = ["MemberState", "is_over", "start", "step", "wake_at"]
+__all__ = ["MemberState", "is_over", "is_up_to", "start", "step", "wake_at"]
 
 
 def step(state: MemberState, event: fx.Event) -> tuple[MemberState, tuple[fx.Effect, ...]]:

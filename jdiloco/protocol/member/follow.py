@@ -15,7 +15,16 @@ from jdiloco.protocol import sweep
 from jdiloco.protocol import tally as tallies
 from jdiloco.protocol.closing import Phase
 from jdiloco.protocol.keys import ContributionKey
-from jdiloco.protocol.member.state import CLOSING, UPLOADS, Sending, Turn, Waits, later, mix
+from jdiloco.protocol.member.state import (
+    CLOSING,
+    UPLOADS,
+    MemberState,
+    Sending,
+    Turn,
+    Waits,
+    later,
+    mix,
+)
 from jdiloco.protocol.records import RoundRecord, unseal
 from jdiloco.protocol.rules import Life, trains
 
@@ -168,9 +177,12 @@ def _queue(turn: Turn, record: RoundRecord) -> None:
 
 
 def deliver(turn: Turn) -> None:
-    """Hands the oldest record to the learner; the next one follows its answer."""
+    """Hands the oldest record to the learner; the next one follows its answer.
+
+    First those are read that are known to be there: a newer version makes older values needless.
+    """
     state = turn.state
-    if state.delivering or not state.queue:
+    if state.delivering or not state.queue or state.records_to > state.chain.read:
         return
     record, values = state.queue[0]
     turn.set(delivering=True)
@@ -195,6 +207,11 @@ def on_delivered(turn: Turn, event: fx.Delivered) -> None:
     (record, _), *rest = turn.state.queue
     if any(newer.fragment == record.fragment and not newer.void for newer, _ in rest):
         turn.set(queue=((record, False), *rest))  # They came while these were being read.
+
+
+def is_up_to(state: MemberState, round: int) -> bool:
+    """Whether every record up to a round has been handed to the learner."""
+    return state.chain.read >= round and not state.queue
 
 
 def on_contributed(turn: Turn, event: fx.Contributed) -> None:
@@ -253,7 +270,7 @@ def _drop_sending(turn: Turn, record: RoundRecord) -> None:
         if item.key.round > record.round:
             continue
         turn.add(fx.Forget(item.key.round))
-        if (state.me.node, state.me.incarnation) in listed:
+        if (item.key.node, item.key.incarnation) in listed:
             continue
         if item.landed:
             turn.add(fx.Delete((state.keys.contribution(item.key),)))

@@ -12,11 +12,13 @@ history. `Scenario` says what is to happen in place of what a seed draws.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from jdiloco.testing.simulate.history import Entry, History
 from jdiloco.testing.simulate.mailbox import Mailbox
 from jdiloco.testing.simulate.node import Node
+from jdiloco.testing.simulate.saves import Save
 from jdiloco.testing.simulate.scenario import Death, Faults, Plan, Scenario, draw, scenario
 from jdiloco.testing.simulate.world import World
 
@@ -48,6 +50,7 @@ class _Simulation:
         self._entries: list[Entry] = []
         self._mailbox = Mailbox(self._world, scenario, self._entries.append)
         self._starts: dict[str, int] = {}
+        self._saves: dict[str, list[Save]] = collections.defaultdict(list)
         self._running = len(scenario.nodes)
 
     def run(self) -> History:
@@ -82,6 +85,8 @@ class _Simulation:
             death=death,
             write=self._entries.append,
             ended=ended,
+            keep=self._saves[plan.node].append,
+            save=self._chosen(plan) if number > 1 else None,
         )
         for since, seconds in plan.pauses:
             if since >= self._world.now:
@@ -90,6 +95,13 @@ class _Simulation:
                     lambda seconds=seconds: node.fall_asleep(seconds),
                 )
         node.start()
+
+    def _chosen(self, plan: Plan) -> Save | None:
+        """Which save a further start goes on from: the newest, or an older one."""
+        saves = self._saves[plan.node]
+        if plan.resumes is None or not saves:
+            return None
+        return saves[max(0, len(saves) - 1 - plan.resumes)]
 
     def _after_end(
         self, plan: Plan, deaths: tuple[Death, ...], *, killed: bool, done: bool

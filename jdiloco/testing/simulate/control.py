@@ -12,8 +12,9 @@ from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
 from jdiloco.protocol.chain import Chain
-from jdiloco.protocol.joining import Birth, Look
+from jdiloco.protocol.joining import Look
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
+from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.records import Build, ContributionHead, Manifest, RoundRecord, unseal
 from jdiloco.protocol.rules import trains
 from jdiloco.protocol.work import View, view
@@ -82,6 +83,10 @@ class Control:
 
     def wake(self) -> None:
         self._answer(fx.Tick)
+
+    def unread(self) -> tuple[Delta, ...]:
+        """This node's contributions to rounds whose record it has not read."""
+        return tuple(self._contributions.values())
 
     def contribute(self, delta: Delta) -> None:
         self._contributions[delta.head.round] = delta

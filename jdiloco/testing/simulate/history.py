@@ -102,6 +102,29 @@ class Snapped(Entry):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Saved(Entry):
+    """A node wrote what it needs to go on."""
+
+    steps: int  # Trained by then, in this life and those that it goes on from.
+
+    @property
+    def what(self) -> str:
+        return f"saved its state after {self.steps} steps"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed(Entry):
+    """A node goes on from what an earlier life saved."""
+
+    rest: tuple[int, ...]  # Per fragment: samples since its anchor that were in no contribution.
+    sent: tuple[tuple[ContributionKey, int], ...]  # What it inherits, with the samples of each.
+
+    @property
+    def what(self) -> str:
+        return f"goes on with {self.rest} samples and {len(self.sent)} contributions"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Happened(Entry):
     """A node told its callbacks something."""
 

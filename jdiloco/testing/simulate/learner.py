@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+
+import msgspec
 
 from jdiloco import events
 from jdiloco.errors import JDilocoError
 from jdiloco.protocol import learner as machine
+from jdiloco.protocol import resuming
 from jdiloco.protocol.alignment import Blend, Overwrite, kind
 from jdiloco.protocol.desk import Piece
-from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import ContributionKey
-from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
+from jdiloco.protocol.learner import Align, Drop, Revert, Snapshot
+from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.records import ContributionHead
 from jdiloco.testing.simulate.closer import Asking
 from jdiloco.testing.simulate.control import Control, ToLearner
-from jdiloco.testing.simulate.history import Entry, Held, Snapped, Worked
+from jdiloco.testing.simulate.history import (
+    Entry,
+    Held,
+    Resumed,
+    Saved,
+    Snapped,
+    Worked,
+)
+from jdiloco.testing.simulate.saves import Save
 from jdiloco.testing.simulate.scenario import Plan, Scenario
-from jdiloco.testing.simulate.values import Delta, Row, Values, spans
+from jdiloco.testing.simulate.values import Delta, Row, Trained, Values, spans
 from jdiloco.testing.simulate.work import Shared
 from jdiloco.testing.simulate.world import Process, Sleep, Take
 
 NEVER = 2**62
 WAIT_SECONDS = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The rows, oldest first, that a fragment's parameters hold beyond its anchor."""
-
-    rows: tuple[Row, ...] = ()
-    samples: int = 0
-
-    def more(self, row: Row, samples: int) -> Trained:
-        return Trained((*self.rows, row), self.samples + samples)
-
-    def without(self, since: Trained) -> Trained:
-        """What was trained after `since`."""
-        return Trained(self.rows[len(since.rows) :], self.samples - since.samples)
-
-    def share(self, mixing: float) -> Trained:
-        """The newest rows, as many as blending counts; none if it counts no sample of them."""
-        steps, samples = (int(mixing * n + 1e-9) for n in (len(self.rows), self.samples))
-        return Trained(self.rows[-steps:], samples) if steps and samples else Trained()
 
 
 class Learner:
@@ -62,6 +52,8 @@ class Learner:
         rounds: list[int],
         shared: Shared | None,
         write: Callable[[Entry], None],
+        keep: Callable[[Save], None],
+        saved: Save | None = None,
     ) -> None:
         self._process = process
         self._control = control
@@ -71,27 +63,88 @@ class Learner:
         self._write = write
         self._shared = shared
         control.landed = self._landed
+        self._keep = keep
         self._anchors = held
-        self._rows: list[Row] = []  # One for each step of this life.
+        self._rounds = rounds  # Whose records made the anchors.
+        self._rows: list[Row] = []  # One for each step of this life and those it goes on from.
+        self._inherited = 0  # Of them, steps of those.
         self._trained = [Trained() for _ in held]
         self._snapshots = [Trained() for _ in held]
         self._finite = [True] * len(held)
         self._steps = self._due = 0
         self._heard_at = process.now
         self._asleep = 0.0
-        chain = control.state.chain
-        versions = tuple(value.version for value in held)
-        self.state = machine.joined(
-            birth.life,
-            scenario.rules,
-            read=chain.read,
-            versions=versions,
-            position=birth.position,
-        )
-        for index, round in enumerate(rounds):
+        if saved is not None:
+            self._resume(birth, saved)
+        else:
+            chain = control.state.chain
+            versions = tuple(value.version for value in held)
+            self.state = machine.joined(
+                birth.life,
+                scenario.rules,
+                read=chain.read,
+                versions=versions,
+                position=birth.position,
+            )
+        for index, round in enumerate(self._rounds):
             self._note(index, round)
 
+    def _resume(self, birth: Birth, saved: Save) -> None:
+        self.state = resuming.resumed(saved.private, birth.life, self._scenario.rules)
+        rest = tuple(held.ledger.pending for held in self.state.fragments)
+        sent = () if birth.overtaken else machine.outstanding(self.state)
+        keys = tuple(
+            (
+                ContributionKey(item.round, birth.life.node, item.inherited, item.final),
+                item.counters.samples,
+            )
+            for item in sent
+        )
+        self._write(Resumed(self._process.world.now, self._process.name, rest, keys))
+        if birth.overtaken:
+            chain = self._control.state.chain
+            self.state, effects = resuming.overtaken(
+                self.state, read=chain.read, versions=chain.versions, position=birth.position
+            )
+            self._perform(effects, {})
+            return
+        self._anchors, self._rounds = list(saved.anchors), list(saved.rounds)
+        self._rows, self._inherited = list(saved.rows), len(saved.rows)
+        self._trained, self._snapshots = list(saved.trained), list(saved.snapshots)
+        self._finite = list(saved.finite)
+        for delta in saved.deltas:
+            self._control.contribute(delta)
+
+    def _save(self) -> None:
+        """What a user's program does between two steps."""
+        self._settle()
+        self._plan_next()
+        outstanding = {item.round for item in machine.outstanding(self.state)}
+        deltas = tuple(d for d in self._control.unread() if d.head.round in outstanding)
+        private = resuming.private(
+            self.state,
+            self._run,
+            sent=tuple(delta.head for delta in deltas),
+            claimed=self._shared is not None,
+            step_seconds=self._plan.step_seconds,
+        )
+        # As it comes back from a file.
+        private = msgspec.json.decode(msgspec.json.encode(private), type=resuming.Private)
+        save = Save(
+            private=private,
+            anchors=tuple(self._anchors),
+            rounds=tuple(self._rounds),
+            rows=tuple(self._rows),
+            trained=tuple(self._trained),
+            snapshots=tuple(self._snapshots),
+            finite=tuple(self._finite),
+            deltas=deltas,
+        )
+        self._keep(save)
+        self._write(Saved(self._process.world.now, self._process.name, len(self._rows)))
+
     def _note(self, index: int, round: int) -> None:
+        self._rounds[index] = round
         value = self._anchors[index]
         now = self._process.world.now
         self._write(Held(now, self._process.name, index, value.version, value.value, round))
@@ -112,11 +165,12 @@ class Learner:
         if self._shared is not None:
             yield from self._train_units(self._shared)
         else:
-            for step in range(plan.steps):
+            for step in range(len(self._rows), plan.steps):
                 yield from self._train_row((plan.node, self.state.began + step))
         seconds = self._process.now - began
-        account = (len(self._rows), seconds, self._asleep, plan.step_seconds)
-        rows = spans(self._rows)
+        trained = self._rows[self._inherited :]
+        account = (len(trained), seconds, self._asleep, plan.step_seconds)
+        rows = spans(trained)
         self._write(Worked(world.now, self._process.name, *account, rows))
 
     def _train_row(self, row: Row, piece: Piece | None = None) -> Asking:
@@ -132,6 +186,8 @@ class Learner:
         if step in plan.nan_steps or not all(self._finite):  # A step spreads it.
             self._finite = [False] * len(self._finite)
         yield from self._step()
+        if len(self._rows) in plan.saves:
+            self._save()
 
     def _train_units(self, shared: Shared) -> Asking:
         """What `Session.run` does with a queue; of ranks a node takes one and no further."""
@@ -259,7 +315,7 @@ class Learner:
                 record, value = item
                 self._heard_at = self._process.now
                 chosen = value if newest.get(record.fragment) == record.round else None
-                news = News.of(record, self.state.life)
+                news = machine.news_of(self.state, record)
                 finite = self._finite[record.fragment]
                 self.state, effects = machine.committed(
                     self.state, news, values=chosen is not None, finite=finite
@@ -340,7 +396,8 @@ class Learner:
         held = self._snapshots[index] = self._trained[index]
         delta = Delta(head, base, spans(held.rows), held.samples, self._finite[index])
         key = ContributionKey(snapshot.round, life.node, life.incarnation, snapshot.final)
-        self._write(Snapped(self._process.world.now, self._process.name, key, stop))
+        trained = stop - self._inherited
+        self._write(Snapped(self._process.world.now, self._process.name, key, trained))
         self._control.contribute(delta)
 
     # Leaving

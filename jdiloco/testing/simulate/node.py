@@ -7,7 +7,7 @@ from typing import Any
 
 from jdiloco import events
 from jdiloco.errors import FormatError, JDilocoError, StoreUnavailable
-from jdiloco.protocol import joining
+from jdiloco.protocol import joining, lives, member
 from jdiloco.protocol.joining import Steps, Waiting
 from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, unseal
@@ -18,6 +18,7 @@ from jdiloco.testing.simulate.control import Control
 from jdiloco.testing.simulate.history import Entry, Fate
 from jdiloco.testing.simulate.learner import Learner
 from jdiloco.testing.simulate.mailbox import Mailbox
+from jdiloco.testing.simulate.saves import Save
 from jdiloco.testing.simulate.scenario import Death, Plan, Scenario
 from jdiloco.testing.simulate.syncer import Syncer
 from jdiloco.testing.simulate.values import Values
@@ -44,6 +45,8 @@ class Node(Process):
         death: Death | None,
         write: Callable[[Entry], None],
         ended: Callable[[Node, bool], None],
+        keep: Callable[[Save], None],
+        save: Save | None,
     ) -> None:
         super().__init__(world, f"{plan.node}#{start}", plan.clock)
         self.plan = plan
@@ -52,6 +55,8 @@ class Node(Process):
         self._death = death
         self._write = write
         self._ended = ended
+        self._keep = keep
+        self._save = save  # Which it goes on from.
         self.killed = False
         self._skip = death.skip if death else 0
         self._requests = 0
@@ -131,11 +136,15 @@ class Node(Process):
         found = joining.find_or_create(creator, waiting, self._describe(creator))
         data, created = yield from self._perform(found)
         manifest = unseal(MANIFEST, data, Manifest)
-        person = joining.Person(self.plan.node, "host", 1, "simulated", name)
+        person = lives.Person(self.plan.node, "host", 1, "simulated", name)
         keys = Keys(manifest.run)
-        birth = yield from self._perform(joining.take_up_life(keys, person, waiting))
+        private = self._save.private if self._save else None
+        birth = yield from self._perform(lives.take_up_life(keys, person, waiting, private))
         only_closes = not trains(self.plan.role)
-        if only_closes:
+        if private is not None and not birth.overtaken:
+            read = joining.read_chain_at(manifest, data, private.read)
+            chain, held = (yield from self._perform(read)), []
+        elif only_closes:
             read = joining.read_chain(manifest, data, birth.listed)
             chain, held = (yield from self._perform(read)), []
         else:
@@ -167,7 +176,12 @@ class Node(Process):
             rounds=list(chain.heads),
             shared=self._shared(control, keys, life, waiting),
             write=self._write,
+            keep=self._keep,
+            saved=self._save,
         )
+        there = joining.newest_round(keys, birth.listed)
+        while not member.is_up_to(control.state, there) and not control.state.stopped:
+            yield Sleep(self._scenario.poll_seconds / 4)
         yield Sleep(self.plan.compile_seconds)
         self.fate("joined", f"as {life} at round {chain.round}")
         return control, learner

@@ -35,7 +35,7 @@ class Plan:
     """
 
     node: str
-    steps: int = 40  # Of each life, each on the next row of the node's own data.
+    steps: int = 40  # Of each life, each on the next row; one that resumes does the rest of them.
     step_seconds: float = 0.5
     samples: int = 8  # Per step.
     starts: float = 0.0
@@ -52,6 +52,8 @@ class Plan:
     work: str = ""  # "queue" or "rank": in place of rows of its own it trains what it claims.
     quits: int = 0  # After so many steps of a queue it leaves; 0: when the queue is over.
     again: tuple[float, ...] = ()  # Its id is started once more, whoever still runs.
+    saves: tuple[int, ...] = ()  # Steps after which it saves what it needs to go on.
+    resumes: int | None = None  # Which save a further start goes on from, 0 the newest; or none.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,7 @@ def draw(seed: int) -> Scenario:
     plans = tuple(_draw_node(rng, index, calm) for index in range(count))
     plans, work = _draw_work(random.Random(f"work {seed}"), plans)
     plans = _draw_roles(random.Random(f"roles {seed}"), plans, calm)
+    plans = _draw_saves(random.Random(f"saves {seed}"), plans)
     return scenario(
         *plans,
         **work,
@@ -203,6 +206,19 @@ def _draw_syncer(rng: random.Random, index: int, calm: float) -> Plan:
         pauses=((rng.uniform(3, calm), rng.uniform(1, 20)),) if rng.random() < 0.2 else (),
         deaths=(death,) if rng.random() < 0.3 else (),
     )
+
+
+def _draw_saves(rng: random.Random, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """Half of the nodes save now and then, and are started again from their newest or another."""
+
+    def drawn(plan: Plan) -> Plan:
+        if rng.random() < 0.5:
+            return plan
+        every = rng.choice((1, 3, 7, 20))
+        saves = tuple(range(rng.randint(1, every), plan.steps, every))
+        return replace(plan, saves=saves, resumes=rng.choice((0, 0, 0, 1, 3)))
+
+    return tuple(map(drawn, plans))
 
 
 def _draw_node(rng: random.Random, index: int, calm: float) -> Plan:

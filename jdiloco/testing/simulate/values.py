@@ -7,6 +7,7 @@ was not subtracted from, can be read off exactly; no rounding hides it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 
@@ -65,6 +66,26 @@ class Values(msgspec.Struct, frozen=True):
     fragment: int
     version: int
     value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The rows, oldest first, that a fragment's parameters hold beyond its anchor."""
+
+    rows: tuple[Row, ...] = ()
+    samples: int = 0
+
+    def more(self, row: Row, samples: int) -> Trained:
+        return Trained((*self.rows, row), self.samples + samples)
+
+    def without(self, since: Trained) -> Trained:
+        """What was trained after `since`."""
+        return Trained(self.rows[len(since.rows) :], self.samples - since.samples)
+
+    def share(self, mixing: float) -> Trained:
+        """The newest rows, as many as blending counts; none if it counts no sample of them."""
+        steps, samples = (int(mixing * n + 1e-9) for n in (len(self.rows), self.samples))
+        return Trained(self.rows[-steps:], samples) if steps and samples else Trained()
 
 
 def initial(run: str, fragment: int) -> str:
@@ -132,6 +153,7 @@ __all__ = [
     "Delta",
     "Row",
     "Span",
+    "Trained",
     "Values",
     "cosine",
     "decode",
