@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jdiloco.protocol import joining
+from jdiloco.protocol import joining, lives
 from jdiloco.protocol.chain import Chain
-from jdiloco.protocol.joining import Birth, Create, Get, List, ReadHead, Sleep
+from jdiloco.protocol.joining import Create, Get, List, ReadHead, Sleep
 from jdiloco.protocol.keys import MANIFEST
+from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest, seal, unseal
 from jdiloco.protocol.rules import Rules
 from jdiloco.testing.enumerate import values
@@ -44,8 +45,8 @@ def founded(boxes: Boxes, setting: Setting) -> Box:
 def _join(place: Joining, rules: Rules) -> joining.Steps[tuple[Birth, Chain]]:
     """All of joining; returns the life with what it knows, and the chain."""
     waiting = joining.Waiting(1.0, rules.beat_seconds, rules.lease_seconds)
-    person = joining.Person(place.node, "host", 1, "enumerated", f"{place.node}{place.starts}")
-    birth = yield from joining.take_up_life(KEYS, person, waiting)
+    person = lives.Person(place.node, "host", 1, "enumerated", f"{place.node}{place.starts}")
+    birth = yield from lives.take_up_life(KEYS, person, waiting)
     data = yield Get(MANIFEST)
     chain = yield from joining.read_chain(unseal(MANIFEST, data, Manifest), data, birth.listed)
     return birth, chain

@@ -18,9 +18,9 @@ from jdiloco.protocol import lease, member
 from jdiloco.protocol.alignment import Overwrite
 from jdiloco.protocol.chain import Chain
 from jdiloco.protocol.fragment import Align, Drop, News, Revert
-from jdiloco.protocol.joining import Birth
 from jdiloco.protocol.keys import ClaimKey
 from jdiloco.protocol.learner import Snapshot
+from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.member import MemberState
 from jdiloco.protocol.records import Build, ContributionHead
 from jdiloco.protocol.rules import Life, Rules
