@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from jdiloco.protocol import closing, joining, learner, lease, member, sweep
+from jdiloco.protocol import closing, joining, learner, lease, lives, member, sweep
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol.keys import RecordKey
 from jdiloco.protocol.member import close, follow
@@ -206,7 +206,7 @@ def covered_records_are_swept(patch: Patch) -> None:
 
 def a_restarted_node_clears_what_it_left_undecided(patch: Patch) -> None:
     """Payloads of its earlier lives that no record names yet."""
-    take_up_life = joining.take_up_life
+    take_up_life = lives.take_up_life
 
     def tidy(keys, person, waiting):
         birth = yield from take_up_life(keys, person, waiting)
@@ -217,7 +217,7 @@ def a_restarted_node_clears_what_it_left_undecided(patch: Patch) -> None:
             yield joining.Delete(mine)
         return birth
 
-    patch.setattr(joining, "take_up_life", tidy)
+    patch.setattr(lives, "take_up_life", tidy)
 
 
 def nothing_is_ever_void(patch: Patch) -> None:
@@ -249,11 +249,11 @@ def a_node_goes_on_from_the_start_of_its_data(patch: Patch) -> None:
 def a_node_lists_before_its_life_is_created_and_not_after(patch: Patch) -> None:
     """What an earlier life sends in between is not seen."""
 
-    def nothing_new(keys, node, past, listed):
+    def nothing_new(search, past, listed):
         yield from ()
         return past
 
-    patch.setattr(joining, "_look_again", nothing_new)
+    patch.setattr(lives, "_look_again", nothing_new)
 
 
 def a_life_is_shown_after_it_has_looked_back(patch: Patch) -> None:
@@ -263,7 +263,7 @@ def a_life_is_shown_after_it_has_looked_back(patch: Patch) -> None:
         del life, waiting, next_round
         return 0, (yield joining.List(keys.log))
 
-    patch.setattr(joining, "_show_life", unseen)
+    patch.setattr(lives, "_show_life", unseen)
 
 
 def closers_do_not_ask_for_newer_lives(patch: Patch) -> None:
