@@ -57,8 +57,46 @@ def on_mesh(algorithm, shape, mode):
     return state
 
 
+def walk(params, inner, batch):
+    """Training without sums, so that whatever differs on a mesh differs in the rounds."""
+    return {name: x + batch[name] for name, x in params.items()}, inner, jnp.zeros(())
+
+
+def blended(algorithm, params, **where):
+    """What is committed, and what the learners hold, after rounds that blend."""
+    rng = np.random.default_rng(2)
+    state = spmd.init(algorithm, params, learners=LEARNERS, **where)
+    for _ in range(ROUNDS):
+        size = (LEARNERS, 4)
+        batch = {k: rng.normal(size=(*size, *x.shape)) for k, x in PARAMS.items()}
+        batch = {k: x.astype(np.float32) for k, x in batch.items()}
+        state, _ = spmd.round(algorithm, walk, state, batch, samples=1.0, **where)
+        jax.block_until_ready(state)
+    return state.anchor, state.params
+
+
+def check_blended():
+    algorithm = jdiloco.DiLoCo(
+        sync_every=8, fragments=2, in_flight=2, outer_momentum=0.5, alignment=jdiloco.blend(0.5)
+    )
+    want = blended(algorithm, PARAMS)
+    for mode in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("learner", "model"), axis_types=(mode, mode))
+        with jax.set_mesh(mesh):
+            params = {
+                "w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("model"))),
+                "embed": jax.device_put(PARAMS["embed"], NamedSharding(mesh, P())),
+            }
+            found = blended(algorithm, params, mesh=mesh)
+        for name in PARAMS:
+            for got, single in zip(found, want, strict=True):
+                a, b = np.asarray(got[name]), np.asarray(single[name])
+                assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), (mode, name)
+
+
 def main():
     assert len(jax.devices()) == 8
+    check_blended()
     for algorithm in (
         jdiloco.DiLoCo(sync_every=4, fragments=1, outer_momentum=0.5),
         jdiloco.DiLoCo(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -23,6 +24,7 @@ from jdiloco.testing import oracle
 from tests.algo.support import distance, length
 from tests.algo.test_sharded import on_eight_devices
 from tests.session.nodes import lock_step, memory, session, together
+from tests.session.test_step import no_compilation
 
 LEARNERS = 4
 ROUNDS = 20
@@ -209,6 +211,21 @@ def test_a_round_traces_the_users_step_once_for_the_whole_run(algorithm):
     assert len(traces) == first
 
 
+def test_however_many_learners_take_part_one_program_serves_all_rounds(algorithm):
+    """B107: one to four of four are finite, in any order, and their samples change."""
+    rng = np.random.default_rng(0)
+    state = begun(algorithm)
+    for turn, count in enumerate(rng.permutation(np.tile(np.arange(1, 5), 10))):
+        data = {k: np.array(x) for k, x in batches(2).items()}
+        for name in data:
+            data[name][rng.permutation(LEARNERS)[count:]] = np.nan
+        samples = rng.integers(1, 9, LEARNERS)
+        warm = no_compilation() if turn else contextlib.nullcontext()
+        with warm:
+            state, _ = spmd.round(algorithm, walk, state, data, samples=samples)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.anchor))
+
+
 def test_only_the_fragment_whose_turn_it_is_changes(algorithm):
     state = begun(algorithm)
     first, second = Schema.of(jdiloco.algo.specs(state.anchor), algorithm).plan
@@ -353,7 +370,10 @@ def test_settings_that_lock_step_cannot_have_are_refused(settings, message):
 
 @pytest.mark.multiprocess
 def test_learners_along_a_mesh_axis_give_what_they_give_on_one_device():
-    """One or two learners a device, automatic and explicit axes, a model sharded over another."""
+    """One or two learners a device, automatic and explicit axes, a model sharded over another.
+
+    B100: to 1e-6 where the training itself is the same, blended with commits.
+    """
     assert "agreed" in on_eight_devices("tests.spmd_program")
 
 

@@ -27,5 +27,9 @@ def on_eight_devices(program: str) -> str:
 
 @pytest.mark.multiprocess
 def test_sharded_stacks_merge_as_on_one_device_and_state_lies_like_its_parameter():
-    """On automatic and explicit axes, eager and jitted, whichever axis is sharded."""
+    """On automatic and explicit axes, eager and jitted, whichever axis is sharded.
+
+    B95: momentum and master take an eighth of their bytes on each of eight devices. B100: merge,
+    outer step, blending and carrying give what they give on one.
+    """
     assert "agreed" in on_eight_devices("tests.algo.sharded_program")
