@@ -147,6 +147,31 @@ def export(
 
 
 @app.command()
+def gc(
+    mailbox: Mailbox,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Do not wait to see who is gone: beats of silent nodes are left."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what nodes that died have left and no living node will remove.
+
+    Takes nothing that a node could still need, so it may run at any time, beside a run or after it,
+    and removes unless it is told not to. Watches the beats for up to a lease timeout, since one
+    look cannot tell who is gone.
+    """
+    from jdiloco.cli.gc import run_gc
+
+    raise typer.Exit(run_gc(mailbox, dry_run=dry_run, once=once, as_json=as_json))
+
+
+@app.command()
 def doctor(
     store: Annotated[
         str, typer.Argument(help="A folder, or a bucket such as s3://bucket/prefix.", metavar="URL")

@@ -19,7 +19,8 @@ Design.
     learner    what trained steps and committed rounds lead to; runs in the user's thread
     fragment   what a record does to one fragment of a learner
     alignment  what a learner keeps of its training when it takes a version
-    sweep      what may be removed
+    sweep      what may be removed by whoever closes rounds
+    garbage    what may be removed by anybody, after nodes that died
     joining    finding or creating a run, reading where it stands
     lives      taking up the next life of a node
     resuming   what a node has to remember to go on after a restart
@@ -50,7 +51,8 @@ Turned down.
   would never be due again.
 
 Caveats. A damaged round record cannot be replaced, so a run whose store damages objects stands
-still and says so. Objects of nodes that died between two steps of a sweep stay behind.
+still and says so. Objects of nodes that died between two steps of a sweep stay behind until
+somebody calls for `garbage`.
 
 Tested by seeded simulation of whole runs, by a death after every request of a process, and by
 planted faults that the simulation must find (`tests/protocol`); by real sessions that die after

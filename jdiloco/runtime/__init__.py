@@ -23,6 +23,7 @@
     export         the newest committed model, for Orbax alone
     inspect        what a mailbox says, without joining
     status         where a run stands, in figures
+    gc             what of a mailbox may be removed, and removing it
     verify         whether a mailbox holds what its run committed
 
 The protocol decides and this package obeys: nothing here chooses a round, a closer or a moment.

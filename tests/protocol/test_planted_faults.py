@@ -18,6 +18,7 @@ from jdiloco.protocol import (
     closing,
     desk,
     fragment,
+    garbage,
     joining,
     learner,
     lease,
@@ -28,6 +29,7 @@ from jdiloco.protocol import (
     tally,
     work,
 )
+from jdiloco.protocol.keys import ContributionKey as Contribution
 from jdiloco.protocol.keys import UnitKey
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
@@ -55,6 +57,12 @@ def of_two(**settings) -> Iterator[simulate.Scenario]:
         chosen = {"faults": FAULTY, "checkpoint_every": 2, **settings}
         yield simulate.scenario(*plans, seed=seed, **chosen)
         seed += 1
+
+
+def collected(**settings) -> Iterator[simulate.Scenario]:
+    """The same, while somebody calls for garbage all the time."""
+    calls = tuple(simulate.Collection(at=0.5 * n) for n in range(60))
+    return of_two(collections=calls, **settings)
 
 
 def late_answers() -> Iterator[simulate.Scenario]:
@@ -613,6 +621,41 @@ def what_a_resumed_node_inherits_is_sent_as_its_own(patch: Patch) -> None:
         contribute(self, msgspec.structs.replace(delta, head=head))
 
     patch.setattr(control.Control, "contribute", renamed)
+
+
+def collecting_takes_what_no_record_names(patch: Patch) -> None:
+    """Payloads of rounds without a record count as lost."""
+    lost = garbage._lost_attempts
+
+    def too_much(seen, keys):
+        open_rounds = [key for r, key in garbage._payloads(seen, keys) if r > seen.chain.read]
+        return [*lost(seen, keys), *open_rounds]
+
+    patch.setattr(garbage, "_lost_attempts", too_much)
+
+
+def collecting_takes_covered_records(patch: Patch) -> None:
+    """Those of rounds that a checkpoint covers."""
+    real = garbage.garbage
+
+    def too_much(seen, keys, rules):
+        covered = range(max(0, seen.chain.checkpoint.round))
+        records = tuple(keys.record(round) for round in covered)
+        return {**real(seen, keys, rules), "record": records}
+
+    patch.setattr(garbage, "garbage", too_much)
+
+
+def collecting_takes_open_contributions(patch: Patch) -> None:
+    """Of nodes that are gone, whether their round has a record or not."""
+    real = garbage.garbage
+
+    def too_much(seen, keys, rules):
+        parsed = [key for name in seen.listed if isinstance(key := keys.parse(name), Contribution)]
+        waiting = tuple(keys.spell(key) for key in parsed if key.round > seen.chain.read)
+        return {**real(seen, keys, rules), "contribution": waiting}
+
+    patch.setattr(garbage, "garbage", too_much)
 
 
 FAULTS: list[Any] = [

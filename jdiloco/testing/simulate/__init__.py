@@ -15,14 +15,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from jdiloco.testing.simulate.collector import Collector
 from jdiloco.testing.simulate.history import Entry, History
 from jdiloco.testing.simulate.mailbox import Mailbox
 from jdiloco.testing.simulate.node import Node
 from jdiloco.testing.simulate.saves import Save
-from jdiloco.testing.simulate.scenario import Death, Faults, Plan, Scenario, draw, scenario
+from jdiloco.testing.simulate.scenario import (
+    Collection,
+    Death,
+    Faults,
+    Plan,
+    Scenario,
+    draw,
+    scenario,
+)
 from jdiloco.testing.simulate.world import World
 
 __all__ = [
+    "Collection",
     "Death",
     "Faults",
     "History",
@@ -60,6 +70,8 @@ class _Simulation:
                 alone = dataclasses.replace(plan, deaths=(), pauses=())
                 self._running += 1
                 self._world.after(when, lambda plan=alone: self._start(plan, ()))
+        for number, collection in enumerate(self._scenario.collections, 1):
+            self._collect(number, collection)
         ended = self._world.run(self._scenario.horizon, lambda: not self._running)
         return History(
             self._scenario,
@@ -68,6 +80,13 @@ class _Simulation:
             ended,
             tuple(self._mailbox.sent),
         )
+
+    def _collect(self, number: int, plan: Collection) -> None:
+        write = self._entries.append
+        collector = Collector(
+            self._world, self._mailbox, self._scenario, plan, number=number, write=write
+        )
+        self._world.after(plan.at, collector.start)
 
     def _start(self, plan: Plan, deaths: tuple[Death, ...]) -> None:
         number = self._starts[plan.node] = self._starts.get(plan.node, 0) + 1

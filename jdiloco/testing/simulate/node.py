@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from jdiloco import events
 from jdiloco.errors import FormatError, JDilocoError, StoreUnavailable
@@ -18,6 +17,7 @@ from jdiloco.testing.simulate.control import Control
 from jdiloco.testing.simulate.history import Entry, Fate
 from jdiloco.testing.simulate.learner import Learner
 from jdiloco.testing.simulate.mailbox import Mailbox
+from jdiloco.testing.simulate.performing import ask, perform
 from jdiloco.testing.simulate.saves import Save
 from jdiloco.testing.simulate.scenario import Death, Plan, Scenario
 from jdiloco.testing.simulate.syncer import Syncer
@@ -25,9 +25,6 @@ from jdiloco.testing.simulate.values import Values
 from jdiloco.testing.simulate.work import Shared
 from jdiloco.testing.simulate.world import Process, Sleep, Slot, Take, World
 
-TRIES = 8
-FIRST_WAIT = 0.1
-LONGEST_WAIT = 5.0
 LEAVE_SECONDS = 2.0
 
 
@@ -235,50 +232,13 @@ class Node(Process):
     # Performing what joining asks for
 
     def _perform(self, steps: Steps) -> Asking:
-        answer: Any = None
-        failure: StoreUnavailable | None = None
-        while True:
-            try:
-                request = steps.throw(failure) if failure else steps.send(answer)
-            except StopIteration as done:
-                return done.value
-            failure = None
-            try:
-                answer = yield from self._patiently(request)
-            except StoreUnavailable as error:
-                failure = error
-
-    def _patiently(self, request: joining.Request) -> Asking:
-        wait = FIRST_WAIT
-        for left in reversed(range(TRIES)):
-            try:
-                return (yield from self._ask(request))
-            except StoreUnavailable:
-                if isinstance(request, joining.Create):
-                    return False
-                if not left or isinstance(request, joining.Saved):
-                    raise  # What was being saved has failed for good.
-            yield Sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT)
-        raise AssertionError("unreachable")
+        return (yield from perform(steps, self._ask))
 
     def _ask(self, request: joining.Request) -> Asking:
         match request:
             case joining.Look():
                 assert self._control is not None
                 return self._control.look(request)
-            case joining.List(prefix, after):
-                return (yield self._mailbox.list(prefix, after))
-            case joining.Get(key):
-                return (yield self._mailbox.get(key))
-            case joining.ReadHead(key):
-                return values.read_head(key, (yield self._mailbox.get(key)))
-            case joining.Create(key, data):
-                return (yield self._mailbox.create(key, data))
-            case joining.Delete(keys):
-                return (yield self._mailbox.delete(keys))
-            case joining.Sleep(seconds):
-                return (yield Sleep(seconds))
             case joining.SaveInitial(prefix):
                 self.run(self._save_initial(prefix))
                 return None
@@ -287,7 +247,7 @@ class Node(Process):
                 if found and isinstance(found[0], Exception):
                     raise found[0]
                 return found[0] if found else None
-        raise AssertionError(f"unreachable: {request}")
+        return (yield from ask(self._mailbox, request))
 
     def _save_initial(self, prefix: str) -> Asking:
         count = self._scenario.rules.fragments

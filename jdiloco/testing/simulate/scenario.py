@@ -74,6 +74,14 @@ NO_FAULTS = Faults()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Collection:
+    """Somebody calls for garbage."""
+
+    at: float
+    requests: int | None = None  # After so many it is killed; each key of a delete counts as one.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A whole run."""
 
@@ -88,6 +96,7 @@ class Scenario:
     timeout_seconds: float = 1.0  # After so long a request without an answer is given up.
     faults: Faults = NO_FAULTS
     key_seconds: float = 0.0  # A key written less than so long ago refuses a write (HTTP 429).
+    collections: tuple[Collection, ...] = ()
     outages: tuple[tuple[float, float], ...] = ()  # The store does not answer: from, to.
     horizon: float = 600.0  # When the simulation is cut off.
 
