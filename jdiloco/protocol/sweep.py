@@ -6,6 +6,18 @@
 * Beats: all but the newest of a life, and all of a life that ended, `in_flight + 1` rounds later.
 * Nothing of a round without a record is ever garbage, whoever wrote it and however long ago.
 
+So while somebody closes, a mailbox holds at most
+
+    (2·checkpoint_every + 1)·fragments + 1 + W   versions of a fragment, as payloads
+    3                                            run checkpoints
+    (keep_rounds + 1 + in_flight)·nodes          contributions
+
+W is the number of rounds that are committed between the one a checkpoint is of and the first whose
+record names it. Payloads go back to the second newest named checkpoint; the next one is due
+`checkpoint_every` cycles after the newest and named W rounds later, and of each fragment the newest
+version may be older. The third checkpoint is the one being written. Besides these there are what
+attempts leave that lost, until their closers or `garbage` remove it, and small objects that stay.
+
 Only owned keys are named here. They are never written again, so a delete may be repeated or come
 late without harm.
 """
