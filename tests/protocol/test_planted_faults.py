@@ -700,6 +700,9 @@ FAULTS: list[Any] = [
     (a_unit_is_complete_once_it_is_trained, sharing_and_dying, 3, {"W2"}),
     (a_life_that_wakes_up_does_not_ask_whether_it_was_ended, sharing_and_sleeping, 5, {"S3"}),
     (nobody_reports_what_it_has_trained, sharing, 3, {"L1", "W2"}),
+    (collecting_takes_what_no_record_names, collected, 3, {"S2"}),
+    (collecting_takes_covered_records, collected, 1, {"S1"}),
+    (collecting_takes_open_contributions, collected, 1, {"S2"}),
 ]
 
 
