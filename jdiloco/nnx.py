@@ -48,6 +48,13 @@ class ModuleHolder:
             self._variables[name].set_raw_value(value)
         return params
 
+    def leaves(self, params: Any) -> list[Any]:
+        return jax.tree.leaves(nnx.state(params))
+
+    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
+        nnx.update(params, jax.tree.unflatten(jax.tree.structure(nnx.state(params)), leaves))
+        return params
+
 
 def _owners(module: nnx.Module) -> list[Any]:
     """For each leaf of the module, in tree order, the Variable around it, or the leaf itself.

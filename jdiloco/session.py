@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -19,12 +19,12 @@ import numpy as np
 from jdiloco import events
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
-from jdiloco.errors import UsageError
-from jdiloco.protocol import joining, lives
+from jdiloco.errors import RunReplaced, UsageError
+from jdiloco.protocol import joining, lives, member
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.protocol.rules import ROLES, closes, share, trains
-from jdiloco.runtime import signals
+from jdiloco.runtime import private, signals
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
@@ -33,8 +33,9 @@ from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.node import Node, Place
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
+from jdiloco.runtime.private import Saved
 from jdiloco.runtime.queues import Barrier, SharedQueue
-from jdiloco.runtime.schema import Schema
+from jdiloco.runtime.schema import Schema, check_same
 from jdiloco.runtime.standing import Standing, standing
 from jdiloco.runtime.syncer import Syncer
 from jdiloco.runtime.work import Work
@@ -79,7 +80,7 @@ class Session:
         with jdiloco.Session(None, algorithm, mailbox="runs/x", role="syncer") as session:
             session.run()                                          # until a signal comes
 
-    On SIGTERM or Ctrl-C the block ends at the next step boundary as if the data had ended there,
+    On SIGTERM or Ctrl-C the block ends at the next step boundary, without waiting for anybody,
     and `stopped_by` names the signal; a second one acts as if there were no session. While the node
     still joins there is no block: the program ends, with 128 and the signal's number as its status.
 
@@ -160,6 +161,79 @@ class Session:
         self._ranks = ranks
         self._rank: int | None = None
         self._syncer: Syncer | None = None
+        self._saved: Saved | None = None  # What it goes on from.
+        self._mine: dict[str, Any] = {}
+        self._own = False  # Its parameters are those that were saved, and nobody has stepped yet.
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        params: Any,
+        algorithm: DiLoCo,
+        mailbox: str | os.PathLike[str] | Store,
+        *,
+        like: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> Session:
+        """A session that goes on where `save` was called, as the same node.
+
+            with jdiloco.Session.restore(
+                "saves/100", params, algorithm, mailbox="runs/x", like={"opt_state": opt_state}
+            ) as session:
+                params, opt_state = session.params, session.restored["opt_state"]
+                for batch in itertools.islice(batches, session.position, None):
+                    ...
+
+        `params`, or a module, is built as when the node first started: its structure and its
+        placement count, its values are replaced. `like` holds, for each thing that was passed to
+        `save`, one of the same structure. The other arguments are those of `Session`, without
+        `node_id`, which is the saved one.
+
+        Where the run has committed nothing meanwhile the node goes on bit for bit as if it had not
+        stopped. Otherwise those commits count as arriving at its first step. Where the run holds a
+        contribution of this node that was made after the save, what the save has pending may have
+        been merged already: it is dropped as `lost`, `session.params` are the run's newest, and
+        `session.position` lies behind that contribution; so also where the node had claimed
+        shared work, which others may have gone on with. What was passed to `save` is as it was.
+
+        Raises UsageError where there is no complete checkpoint of this kind, and RunConfigMismatch
+        or SchemaMismatch for another run's; entering it raises RunReplaced where the mailbox holds
+        another run.
+        """
+        saved = private.read(path)
+        node = arguments.pop("node_id", None) or saved.kept.private.life.node
+        if node != saved.kept.private.life.node:
+            raise UsageError(
+                f"`node_id` is {node!r}, and `{path}` is a save of node "
+                f"{saved.kept.private.life.node!r}. Leave `node_id` out."
+            )
+        session = cls(params, algorithm, mailbox, node_id=node, **arguments)
+        session._go_on_from(saved, dict(like or {}))
+        return session
+
+    def _go_on_from(self, saved: Saved, like: dict[str, Any]) -> None:
+        if not trains(self._role):
+            raise UsageError("A syncer has nothing to go on from: open a `Session`.")
+        self.algorithm.check_against(saved.algorithm)
+        check_same(saved.tensors, self._schema.tensors, f"The node saved in `{saved.path}`")
+        if unknown := sorted(like.keys() - saved.mine.keys()):
+            raise UsageError(
+                f"`like` has {', '.join(unknown)}; saved were {', '.join(saved.mine) or 'none'}."
+            )
+        leaves = self._holder.leaves(self._params)
+        if len(leaves) != len(saved.params):
+            raise UsageError(
+                f"`{saved.path}` holds parameters of {len(saved.params)} leaves, and these have "
+                f"{len(leaves)}. Build them as the program that saved did."
+            )
+        pairs = zip(saved.params, leaves, strict=True)
+        values = [private.as_leaf(array, leaf) for array, leaf in pairs]
+        self._params = self._holder.with_leaves(self._params, values)
+        self._mine = {
+            key: private.restored(saved.mine[key], tree, key) for key, tree in like.items()
+        }
+        self._saved = saved
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
@@ -269,9 +343,18 @@ class Session:
         manifest, data, created = self._find_run(store, performer)
         schema = self._schema = Schema.of_manifest(manifest)
         keys = Keys(manifest.run)
-        birth = performer.run(lives.take_up_life(keys, self._person(), self._waiting()))
+        saved = self._saved.kept if self._saved else None
+        birth = performer.run(
+            lives.take_up_life(
+                keys, self._person(), self._waiting(), saved.private if saved else None
+            )
+        )
         newest: dict[str, np.ndarray] = {}
-        if trains(self._role):
+        if saved is not None and not birth.overtaken:
+            self._own = True
+            chain = performer.run(joining.read_chain_at(manifest, data, saved.private.read))
+            newest = dict(saved.held)
+        elif trains(self._role):
             chain, newest = newest_values(
                 performer, performer.library(schema), manifest, data, birth.listed
             )
@@ -299,6 +382,8 @@ class Session:
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
         self._open_part(self._node, newest)
+        if self._own:
+            self._catch_up(self._node, joining.newest_round(keys, birth.listed))
         self._node.emit(
             events.Joined(
                 node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
@@ -317,6 +402,12 @@ class Session:
         if self._ranks is not None:
             self._params, self._rank = self._work.take_rank(self._params, self._ranks)
 
+    def _catch_up(self, node: Node, round: int) -> None:
+        """Waits until what was committed meanwhile has come; it is taken up by the first step."""
+        while not member.is_up_to(node.state, round) and not node.state.stopped:
+            self._check_stop()
+            self._clock.sleep(self._poll_interval / 4)
+
     def _open_part(self, node: Node, newest: dict[str, np.ndarray]) -> None:
         """What the node does in the user's thread."""
         if not trains(self._role):
@@ -324,11 +415,18 @@ class Session:
             self._syncer.open()
             return
         self._learner = Learner(
-            node, self._holder, self._clock, newest, check_stop=self._check_stop
+            node,
+            self._holder,
+            self._clock,
+            newest,
+            check_stop=self._check_stop,
+            saved=self._saved.kept if self._saved else None,
         )
         self._params = self._learner.open(self._params)
 
     def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
+        if self._saved is not None:
+            return *self._find_saved_run(store, performer, self._saved.kept.private.run), False
         if not self._brings_model:
             data = performer.run(joining.await_manifest(self._waiting()))
             manifest = manifest_of(store, data)
@@ -354,6 +452,22 @@ class Session:
         self.algorithm.check_against(manifest.algorithm)
         self._schema.check_against(manifest)
         return manifest, data, created
+
+    def _find_saved_run(
+        self, store: Store, performer: Performer, run: str
+    ) -> tuple[Manifest, bytes]:
+        data = performer.run(joining.read_manifest())
+        if data is None:
+            raise no_run(store)
+        manifest = manifest_of(store, data)
+        if manifest.run != run:
+            raise RunReplaced(
+                f"{store.url} holds run {manifest.run!r}; what is to be restored belongs to run "
+                f"{run!r}. Name its mailbox, or open a `Session` to join this run."
+            )
+        self.algorithm.check_against(manifest.algorithm)
+        self._schema.check_against(manifest)
+        return manifest, data
 
     def _initial_state(self) -> RunState:
         """What the run begins from, should this node create it."""
@@ -416,11 +530,48 @@ class Session:
         In the block right after it was entered, that is the run's newest; after the block, the
         newest committed version. Leaves that are not floating point are those passed last. Of a
         module it is the module itself, which holds those values at these two times and is being
-        trained in between.
+        trained in between. Restored, they are as they were saved until the first step.
         """
         learner = self._live()
         self._was_read = True
-        return self._params if self._in_place else learner.committed(self._params)
+        if self._in_place or (self._own and not self._left):
+            return self._params
+        return learner.committed(self._params)
+
+    @property
+    def restored(self) -> dict[str, Any]:
+        """What was passed to `save`, in the structure of `like`; empty in a new session."""
+        return self._mine
+
+    def save(self, path: str | os.PathLike[str], **mine: Any) -> None:
+        """Saves what this node needs to go on, between two steps, for `Session.restore`.
+
+            session.save(f"saves/{step}", opt_state=opt_state, key=key)
+
+        In it are the parameters, what the session knows of them, the place in the data
+        (`session.position`), and whatever trees of arrays, numbers and random keys are passed.
+        What the run has committed is not: that is in the mailbox. `path` becomes an Orbax
+        checkpoint, at once and complete; there must be nothing there yet. Training may go on at
+        once: what is saved is a copy. Costs a copy of the model to host memory and to the disk.
+
+        Call it after `session.step` has returned, with what it returned in use. Raises UsageError
+        where nothing can be put at `path`.
+        """
+        learner = self._live()
+        if self._left:
+            raise UsageError("The block of this session has ended: there is nothing to go on with.")
+        private.save(
+            path,
+            learner.kept(claimed=self._work_of().has_claimed),
+            algorithm=self.algorithm.to_json(),
+            params=[private.host(leaf) for leaf in self._holder.leaves(self._params)],
+            tensors=self._schema.tensors,
+            mine={
+                key: [private.host(leaf) for leaf in jax.tree.leaves(tree)]
+                for key, tree in mine.items()
+            },
+            fresh=self._clock.fresh(),
+        )
 
     @property
     def status(self) -> Standing:
@@ -450,6 +601,7 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
+        self._own = False
         rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)

@@ -240,6 +240,18 @@ def _checkpointer() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
+def read_tree(root: Path, wanted: Iterable[Place]) -> dict[Place, np.ndarray]:
+    """Some arrays of one tree that was written with `trees.save`."""
+    alone = _alone()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with (
+        _format_errors(),
+        ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer,
+    ):
+        found = checkpointer.restore(root, args=_restore_args(wanted))
+    return dict(trees.leaves(found))
+
+
 def _restore(root: Path, **items: Any) -> Any:
     with _checkpointer() as checkpointer:
         return checkpointer.restore(root, args=ocp.args.Composite(**items))

@@ -82,13 +82,13 @@ def export(
     """
     clock = clock or Clock()
     store = open_store(mailbox)
-    target = _target(directory, store)
+    target = _outside(place_for(directory), store)
     manifest, data = find_run(Patient(store, BULK_WAITS, clock.sleep))
     schema = Schema.of_manifest(manifest)
     with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
         performer = Performer(store, clock, scratch=Path(scratch))
         state = newest_state(performer, performer.library(schema), manifest, data)
-    with _appearing(target, clock.fresh()) as path:
+    with appearing(target, clock.fresh()) as path:
         checkpoints.export(state, path, run=manifest.run, outer=outer)
     return Exported(
         directory=str(target),
@@ -104,13 +104,17 @@ def _size(state: RunState) -> int:
     return sum(array.nbytes for array in state.values.values())
 
 
-def _target(directory: str | os.PathLike[str], store: Store) -> Path:
-    """The place for a checkpoint. Raises UsageError unless one can be put there."""
-    target = Path(os.path.realpath(os.path.expanduser(directory)))
+def _outside(target: Path, store: Store) -> Path:
     if "://" not in store.url and target.is_relative_to(os.path.realpath(store.url)):
         raise UsageError(
             f"`{target}` lies in the mailbox, where only its run writes. Name another directory."
         )
+    return target
+
+
+def place_for(directory: str | os.PathLike[str]) -> Path:
+    """The place for a checkpoint. Raises UsageError unless one can be put there."""
+    target = Path(os.path.realpath(os.path.expanduser(directory)))
     with _os_errors(target):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise _taken(target)
@@ -121,12 +125,12 @@ def _target(directory: str | os.PathLike[str], store: Store) -> Path:
 def _taken(target: Path) -> UsageError:
     what = "is a directory with something in it" if target.is_dir() else "is no directory"
     return UsageError(
-        f"`{target}` {what}, and an export replaces nothing. Name one that is empty or not there."
+        f"`{target}` {what}, and nothing is replaced. Name one that is empty or not there."
     )
 
 
 @contextlib.contextmanager
-def _appearing(target: Path, fresh: str) -> Iterator[Path]:
+def appearing(target: Path, fresh: str) -> Iterator[Path]:
     """A directory to be written, which appears at `target` once the block has ended well."""
     path = target.with_name(f"{target.name}{UNFINISHED}{fresh}")
     try:

@@ -23,18 +23,20 @@ import numpy as np
 
 from jdiloco import events
 from jdiloco.protocol import learner as machine
-from jdiloco.protocol import waste
+from jdiloco.protocol import resuming, waste
 from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
 from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead, Covered
+from jdiloco.protocol.resuming import Private
 from jdiloco.protocol.waste import Waste
-from jdiloco.runtime import alignment, wire
+from jdiloco.runtime import alignment, messages, wire
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
 from jdiloco.runtime.parameters import Holder, in_reach, placed
 from jdiloco.runtime.payloads import Tensors
+from jdiloco.runtime.private import Kept
 from jdiloco.runtime.standing import much_dropped
 from jdiloco.runtime.times import Clocked
 
@@ -75,6 +77,7 @@ class Learner:
         values: Mapping[str, np.ndarray],
         *,
         check_stop: Callable[[], None],
+        saved: Kept | None = None,
     ) -> None:
         place = node.place
         self.shared: SharedWork = _NO_WORK
@@ -92,6 +95,10 @@ class Learner:
             versions=place.chain.versions,
             position=place.birth.position,
         )
+        self._saved = saved  # What it goes on from.
+        self._lost: tuple[Drop, ...] = ()
+        if saved is not None:
+            self._go_on_from(saved.private)
         self._alignment = place.algorithm.alignment
         self._anchors: list[Leaves] = []
         # The parameters at each fragment's newest snapshot, where aligning may ask for them.
@@ -101,7 +108,7 @@ class Learner:
         self._samples = 0
         self._due = NEVER
         self._paced_at: float | None = None
-        self._step_seconds: float | None = None
+        self._step_seconds = saved.private.step_seconds if saved else None
         self._heard_at = clock.now()  # When a commit last came.
         self._clocked = Clocked(clock.now, node.busy)
         self._waste = Waste()
@@ -109,6 +116,18 @@ class Learner:
         self._halted: BaseException | None = None
         self._warned_unchanged = False
         self._warned_rejected: set[str] = set()
+
+    def _go_on_from(self, private: Private) -> None:
+        place = self._node.place
+        self._state = resuming.resumed(private, place.life, place.algorithm.rules())
+        if place.birth.overtaken:
+            self._saved = None
+            self._state, self._lost = resuming.overtaken(
+                self._state,
+                read=place.chain.read,
+                versions=place.chain.versions,
+                position=place.birth.position,
+            )
 
     @property
     def state(self) -> machine.LearnerState:
@@ -136,14 +155,56 @@ class Learner:
         """Gives the parameters the run's newest values, and compiles what rounds will need."""
         for index in range(len(self._names)):
             self._anchors.append(())
-            params = self._replace(params, index)
+            params = self._take_up(params, index)
             leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
             jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._subtracted_as))
             alignment.prepare(self._alignment, leaves, self._anchors[index])
+        self._send_again()
+        self._perform(params, self._lost, {})
         self._plan()
         self._tell("training")
         self._node.wake()
         return params
+
+    def _take_up(self, params: Any, index: int) -> Any:
+        """The run's newest values of a fragment, or the parameters as they were saved."""
+        if self._saved is None:
+            return self._replace(params, index)
+        names = self._names[index]
+        leaves = self._holder.get(params, names)
+        self._anchors[index] = self._copies(names, leaves)
+        then = self._saved.then
+        if all(name in then for name in names):
+            pairs = zip(names, leaves, strict=True)
+            self._snapshots[index] = tuple(placed(then[name], leaf) for name, leaf in pairs)
+        return params
+
+    def _send_again(self) -> None:
+        """What was outstanding goes out once more, which is harmless where it had landed."""
+        if self._saved is None:
+            return
+        for head in self._saved.private.sent:
+            tensors = messages.decode(self._saved.sent[head.round]).tensors
+            self._node.contribute(head, lambda tensors=tensors: tensors)
+
+    def kept(self, *, claimed: bool) -> Kept:
+        """What a private checkpoint has to hold of this learner, between two steps."""
+        self._settle_steps()
+        self._plan()
+        sent = self._node.unread(item.round for item in machine.outstanding(self._state))
+        then = {
+            name: np.array(jax.device_get(leaf))
+            for names, leaves in zip(self._names, self._snapshots, strict=True)
+            for name, leaf in zip(names, leaves, strict=bool(leaves))
+        }
+        private = resuming.private(
+            self._state,
+            self._node.place.manifest.run,
+            sent=tuple(head for head, _ in sent.values()),
+            claimed=claimed,
+            step_seconds=self._step_seconds,
+        )
+        return Kept(private, self._values, then, {r: data for r, (_, data) in sent.items()})
 
     def committed(self, params: Any) -> Any:
         """`params` with the newest committed values of every fragment, as copies."""

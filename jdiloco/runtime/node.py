@@ -48,6 +48,7 @@ from jdiloco.protocol.records import (
     RoundRecord,
     unseal,
 )
+from jdiloco.protocol.resuming import contribution_key
 from jdiloco.protocol.rules import Life, trains
 from jdiloco.protocol.sweep import Shelf
 from jdiloco.runtime import checkpoints, contributions
@@ -213,6 +214,17 @@ class Node:
         """Publishes a delta; `fetch` brings it to the host and runs on a library thread."""
         self._fetches[head.round] = (head, fetch)
         self._inbox.put(fx.Contributed(self._clock.now(), head))
+
+    def unread(self, rounds: Iterable[int]) -> dict[int, tuple[ContributionHead, bytes]]:
+        """This node's contributions to these rounds, as they go out, whose record is not known."""
+        found = {}
+        for round in rounds:
+            if (held := self._fetches.get(round)) is None:
+                continue
+            head, fetch = held
+            key = self._state.keys.contribution(contribution_key(head))
+            found[round] = (head, b"".join(self._contribution(key, head, fetch)))
+        return found
 
     def emit(self, event: events.Event) -> None:
         """Hands an event to every callback; one that raises is logged and changes nothing.

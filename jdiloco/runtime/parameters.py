@@ -38,6 +38,14 @@ class Holder(Protocol):
         """`params` with some tensors replaced."""
         ...
 
+    def leaves(self, params: Any) -> list[Any]:
+        """Everything that `params` holds, in an order of its own: tensors and what is none."""
+        ...
+
+    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
+        """`params` with all of that replaced."""
+        ...
+
 
 class TreeHolder:
     """Parameters that the user passes in and gets back: any pytree."""
@@ -68,6 +76,13 @@ class TreeHolder:
         for name, value in values.items():
             for index in self._indices[name]:
                 leaves[index] = value
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def leaves(self, params: Any) -> list[Any]:
+        return self._flatten(params)
+
+    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
+        del params
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _flatten(self, params: Any) -> list[Any]:

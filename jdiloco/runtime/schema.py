@@ -54,26 +54,31 @@ class Schema:
         Aliases may differ: a split NNX state does not show which of its tensors the module shares.
         What the creator saw counts for every node.
         """
-        theirs = {spec.name: spec for spec in manifest.tensors}
-        mine = {spec.name: spec for spec in self.tensors}
-        lines = [
-            f"  {name}: the run has {_described(theirs.get(name))}, "
-            f"this node {_described(mine.get(name))}"
-            for name in sorted({*theirs, *mine})
-            if _described(theirs.get(name)) != _described(mine.get(name))
-        ]
-        if lines:
-            more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-            listed = "\n".join(lines[:SHOWN])
-            raise SchemaMismatch(
-                f"The run in this mailbox trains another model:\n{listed}{more}\n"
-                "Build the same model, or use another mailbox for another run."
-            )
+        check_same(manifest.tensors, self.tensors, "The run in this mailbox")
         if self.plan != manifest.plan:
             raise SchemaMismatch(
                 "The run in this mailbox cuts the same model into other fragments: it was created "
                 "by another version. Use that version, or another mailbox."
             )
+
+
+def check_same(theirs: Sequence[TensorSpec], mine: Sequence[TensorSpec], who: str) -> None:
+    """Raises SchemaMismatch unless both say the same of every tensor; `who` has the first."""
+    there = {spec.name: spec for spec in theirs}
+    here = {spec.name: spec for spec in mine}
+    lines = [
+        f"  {name}: the run has {_described(there.get(name))}, "
+        f"this node {_described(here.get(name))}"
+        for name in sorted({*there, *here})
+        if _described(there.get(name)) != _described(here.get(name))
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        listed = "\n".join(lines[:SHOWN])
+        raise SchemaMismatch(
+            f"{who} trains another model:\n{listed}{more}\n"
+            "Build the same model, or use another mailbox for another run."
+        )
 
 
 def _described(spec: TensorSpec | None) -> str:

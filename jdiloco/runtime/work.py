@@ -210,6 +210,11 @@ class Work(SharedWork):
 
     # What contributions say
 
+    @property
+    def has_claimed(self) -> bool:
+        """Whether some of what this node trains may be claimed work."""
+        return bool(self._counters)
+
     def cover(self) -> tuple[Covered, ...]:
         """What a contribution made now covers."""
         return tuple(item for counter in self._counters.values() for item in counter.cover())
