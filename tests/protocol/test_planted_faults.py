@@ -714,7 +714,7 @@ def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
     assert found_by(runs(), seeds) & names
 
 
-FAULTY_RUNS = {runs for _, runs, _, _ in FAULTS} - {drawn}
+FAULTY_RUNS: set[Any] = {runs for _, runs, _, _ in FAULTS} - {drawn}
 
 
 @pytest.mark.parametrize("runs", sorted(FAULTY_RUNS, key=lambda runs: runs.__name__))
