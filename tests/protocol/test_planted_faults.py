@@ -714,9 +714,9 @@ def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
     assert found_by(runs(), seeds) & names
 
 
-FAULTY_RUNS: set[Any] = {runs for _, runs, _, _ in FAULTS} - {drawn}
+FAULTY_RUNS = {runs for _, runs, _, _ in FAULTS} - {drawn}
 
 
-@pytest.mark.parametrize("runs", sorted(FAULTY_RUNS, key=lambda runs: runs.__name__))
+@pytest.mark.parametrize("runs", sorted(FAULTY_RUNS, key=str))
 def test_the_runs_that_find_them_are_sound_without_a_fault(runs):
     assert not found_by(runs(), 5)
