@@ -135,6 +135,11 @@ class Learner:
         return self._state
 
     @property
+    def halted(self) -> bool:
+        """Whether this node must not go on; `step` has raised why."""
+        return self._halted is not None
+
+    @property
     def steps(self) -> int:
         """Steps trained in this life."""
         return self._state.steps + self._steps

@@ -352,7 +352,12 @@ class Work(SharedWork):
     # Leaving
 
     def give_back(self, params: Any) -> Any:
-        """Says of everything in hand how far it is, for others to go on; up to a limit."""
+        """Says of everything in hand how far it is, for others to go on; up to a limit.
+
+        A node that must not go on says nothing: whoever takes its place finds out.
+        """
+        if self._learner.halted or not self._counters:
+            return params
         for counter in self._counters.values():
             counter.recall()
         end = self._clock.now() + self._patience

@@ -604,8 +604,14 @@ def _covered(facts: Facts) -> collections.Counter[str]:
 def elected_nodes_leave_training_to_others(facts: Facts) -> Violations:
     """An `either` node that stays the named closer, while others take part in every
     round, takes part in none before long.
+
+    Not in runs with shared work: there learners rest between units, and while all others do, an
+    elected node has nobody to leave the training to.
     """
-    either = {plan.node for plan in facts.history.scenario.nodes if plan.role == "either"}
+    plans = facts.history.scenario.nodes
+    if any(plan.work for plan in plans):
+        return
+    either = {plan.node for plan in plans if plan.role == "either"}
     many = 2 * facts.history.scenario.rules.fragments + 6
     calm = _calm(facts.history) + facts.history.scenario.rules.lease_seconds
     elected, node = 0, ""

@@ -223,7 +223,7 @@ def test_a_superseded_node_raises_from_step_and_leaves_in_silence():
     with no_threads_left(), session(vector(1.0), settings, mailbox, "a") as s:
         params = s.params
         newer_life(mailbox, "a")
-        with pytest.raises(NodeSuperseded, match="started again as incarnation 2"):
+        with pytest.raises(NodeSuperseded, match="There is an incarnation 2 of node"):
             train_on(s, params)
         with pytest.raises(NodeSuperseded):
             s.step(params, samples=1)  # Nobody trains on unnoticed.
