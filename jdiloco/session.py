@@ -676,7 +676,7 @@ class Session:
             trained()
             self.step(samples=samples)
         else:
-            params, samples = step(self._params, item)
+            params, samples = _of_step(step(self._params, item))
             trained()
             self.step(params, samples=samples)
 
@@ -706,6 +706,8 @@ class Session:
         BarrierTimeout.
         """
         work = self._work_of()
+        if not isinstance(barrier, Barrier):
+            raise UsageError(f"Pass a `jdiloco.Barrier(name, nodes)`, not {barrier!r:.60}.")
         if self._in_place:
             self._refuse_params(params)
         elif params is None:
@@ -765,6 +767,15 @@ def _check_role(role: Any, params: Any) -> None:
             f"`params` is None, and a node of role {role!r} trains. Pass the parameters or the "
             "module, or use role='syncer' for a node that only closes rounds."
         )
+
+
+def _of_step(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise UsageError(
+        f"The step returned a {type(result).__name__}; `session.run` wants `(params, samples)`, "
+        "the parameters and how many rows it trained on."
+    )
 
 
 def _check_nothing_to_train(step: Any, data: Any) -> None:

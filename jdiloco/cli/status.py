@@ -98,6 +98,11 @@ def _rounds(status: Status) -> str:
     )
 
 
+def _closer(named: str) -> str:
+    """Round 0 of a run that a learner created is for whoever can close."""
+    return "whoever can" if named.startswith(".") else named
+
+
 def _newest(commit: Commit) -> str:
     cosine = "" if commit.cosine is None else f", cosine {commit.cosine:.3f}"
     rejected = ", ".join(f"{node} ({reason})" for node, reason in commit.rejected.items())
@@ -123,7 +128,7 @@ def _next(status: Status) -> str:
     newest = status.checkpoint_round
     covers = "the initial values" if newest < 0 else f"round {newest}"
     return (
-        f"next: round {status.next_round}, closed by {status.next_closer}; "
+        f"next: round {status.next_round}, closed by {_closer(status.next_closer)}; "
         f"{status.takeovers} takeovers; newest checkpoint of {covers}"
         + (f"; on average {', '.join(averages)}" if averages else "")
     )

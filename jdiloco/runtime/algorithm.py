@@ -119,6 +119,11 @@ class DiLoCo:
         _check_fragments(self)
         merges.check_merge(self.merge)
         alignment.check_alignment(self.alignment)
+        if isinstance(self.partition, type) or not isinstance(self.partition, Partition):
+            raise UsageError(
+                f"`partition` must be `by_bytes()` or `strided(block_pattern)`, got "
+                f"{self.partition!r:.60}."
+            )
         if self.outer_momentum > 0.8 and self.sync_every < SMALL_SYNC_EVERY:
             warnings.warn(
                 f"`outer_momentum` {self.outer_momentum} with `sync_every` {self.sync_every}: "

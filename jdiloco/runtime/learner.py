@@ -114,7 +114,8 @@ class Learner:
         self._waste = Waste()
         self._checked = False  # The first call is looked at whatever is due: it may be a trace.
         self._halted: BaseException | None = None
-        self._warned_unchanged = False
+        self._unchanged = 0  # Snapshots in a row that moved nothing; -1 once that was told.
+        self._warned_stuck = False
         self._warned_rejected: set[str] = set()
 
     def _go_on_from(self, private: Private) -> None:
@@ -354,7 +355,9 @@ class Learner:
     def _wait(self, params: Any) -> Any:
         """Training stands still. Time that passes so is no training time."""
         told = ""
+        began = self._clock.now()
         while phase := machine.held_up(self._state):
+            self._warn_if_nobody_closes(since=max(began, self._heard_at))
             self._tell(phase)
             round = machine.waiting_for(self._state)
             if phase != told and round is not None and phase == "waiting":
@@ -438,6 +441,8 @@ class Learner:
             host = dict(zip(names, jax.device_get(delta), strict=bool(delta)))
             if delta and not any(array.any() for array in host.values()):
                 self._warn_unchanged(snapshot)
+            elif self._unchanged > 0:
+                self._unchanged = 0
             return wire.outgoing(host, self._wire)
 
         self._node.contribute(self._head(snapshot), fetch)
@@ -466,15 +471,41 @@ class Learner:
             )
         )
 
-    def _warn_unchanged(self, snapshot: Snapshot) -> None:
-        if self._warned_unchanged:
+    def _warn_if_nobody_closes(self, *, since: float) -> None:
+        """Once, after a time in which a closer that died would have been replaced."""
+        state = self._node.state
+        rules = state.rules
+        patience = rules.lease_seconds + rules.beat_seconds + 10 * state.poll_seconds
+        if self._warned_stuck or self._clock.now() < since + patience:
             return
-        self._warned_unchanged = True
+        self._warned_stuck = True
+        alive = (life.node for life in state.verdict.live if life != self._state.life)
+        others = ", ".join(sorted(alive)) or "nobody"
         self.emit(
             events.Warned(
                 node=self._state.life.node,
                 message=(
-                    f"No parameter of fragment {snapshot.fragment} changed in "
+                    f"Training has waited for a commit for {patience:.0f} s; a closer that died "
+                    f"would have been replaced by now. Alive beside this node: {others}. "
+                    "If none of them closes rounds, start a node whose role is not 'learner'; "
+                    "else the rounds need a larger `lease_seconds` or a smaller `quorum_size`."
+                ),
+            )
+        )
+
+    def _warn_unchanged(self, snapshot: Snapshot) -> None:
+        """Once no fragment of a whole cycle has moved: a scalar alone may well have converged."""
+        if self._unchanged < 0:
+            return
+        self._unchanged += 1
+        if self._unchanged < len(self._names):
+            return
+        self._unchanged = -1
+        self.emit(
+            events.Warned(
+                node=self._state.life.node,
+                message=(
+                    f"No parameter of any fragment changed in the last "
                     f"{snapshot.counters.steps} steps. Pass what the step returned to "
                     "`session.step`; a program that trains a split NNX state opens the session "
                     "with that state and passes it."

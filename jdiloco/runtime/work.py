@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jdiloco import events
-from jdiloco.errors import BarrierTimeout, FormatError, JDilocoError, StoreUnavailable
+from jdiloco.errors import (
+    BarrierTimeout,
+    FormatError,
+    JDilocoError,
+    StoreUnavailable,
+    UsageError,
+)
 from jdiloco.protocol import joining
 from jdiloco.protocol import work as protocol
 from jdiloco.protocol.desk import Desk, Piece
@@ -204,6 +210,7 @@ class Work(SharedWork):
         self._nonce = nonce
         self._errands: Errands | None = None
         self._counters: dict[str, Counter] = {}
+        self._pools: dict[str, Pool] = {}
         self._slice: tuple[Counter, Piece] | None = None
         learner.shared = self
         node.landed = self.landed
@@ -237,7 +244,12 @@ class Work(SharedWork):
     # Queues
 
     def counter(self, pool: Pool) -> Counter:
-        """Where this node takes units of a pool."""
+        """Where this node takes units of a pool. Raises UsageError for two pools of one name."""
+        if (known := self._pools.setdefault(pool.name, pool)) != pool:
+            raise UsageError(
+                f"This session has worked on a `SharedQueue` {pool.name!r} of {known.count} units; "
+                f"this one has {pool.count}. Give it a name of its own: `name=...`."
+            )
         if pool.name not in self._counters:
             place = self._node.place
             claims = Claims(

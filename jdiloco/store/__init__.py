@@ -79,6 +79,8 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(where, Store):
         return where
+    if not isinstance(where, (str, os.PathLike)):
+        raise UsageError(f"A mailbox is a folder, a URL or a `Store`, not {where!r:.60}.")
     text = os.fspath(where)
     scheme, separator, rest = text.partition("://")
     if not separator:

@@ -231,3 +231,13 @@ def test_an_unreadable_manifest_is_damage_to_one_and_no_run_to_the_other(
     code, out, _ = run(monkeypatch, capsys, "verify", where)
     assert code == 1
     assert "manifest holds 7 bytes that do not match their digest" in out
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_folder_that_holds_a_mailbox_is_none(command, rda, tmp_path, monkeypatch, capsys):
+    """The parent of a mailbox has lost no manifest."""
+    (tmp_path / "runs").mkdir()
+    folder(tmp_path / "runs", rda)
+    code, out, err = run(monkeypatch, capsys, command, str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "There is no run" in err

@@ -202,3 +202,23 @@ def test_roles_that_cannot_be_are_refused():
         pytest.raises(UsageError, match="nothing to train on"),
     ):
         s.run()
+
+
+def test_a_learner_that_waits_where_nobody_closes_says_so():
+    """Otherwise it would stand still for ever and look as if it trained."""
+    seen = Recorder()
+    settings = algorithm(sync_every=2, overlap_steps=0, lease_seconds=0.3)
+    learner = session(vector(1.0), settings, memory(), "l", role="learner", callbacks=(seen,))
+
+    def alone():
+        with learner as s:
+            train(s, 2)
+
+    thread = threading.Thread(target=alone, daemon=True)
+    thread.start()
+    warned = seen.wait(events.Warned)
+    assert "Alive beside this node: nobody" in warned[0].message
+    assert "whose role is not 'learner'" in warned[0].message
+    learner._on_signal(15)
+    thread.join(20)
+    assert not thread.is_alive()

@@ -436,3 +436,37 @@ def test_a_learner_trains_no_further_past_a_round_than_overlap_steps(fragments, 
     assert seen.of(events.Waiting)
     dropped = [e.steps for e in seen.of(events.Dropped) if e.reason == "overwritten"]
     assert max(dropped, default=0) <= 3
+
+
+SLIPS = """
+import jax.numpy as jnp
+import jdiloco
+
+params, settings = {"w": jnp.ones(3)}, {"sync_every": 20, "fragments": 1}
+for slip in (
+    lambda: jdiloco.Session(params, jdiloco.DiLoCo(**settings), "runs/x", node_id=1),
+    lambda: jdiloco.DiLoCo(**settings, partition="strided"),
+    lambda: jdiloco.Session(params, jdiloco.DiLoCo(**settings), 5).__enter__(),
+):
+    try:
+        slip()
+    except jdiloco.errors.UsageError as error:
+        print(error)
+"""
+
+
+@pytest.mark.multiprocess
+def test_slips_of_the_hand_are_named():
+    """In a process of its own: tests check types before the library can."""
+    said = run_script(SLIPS)
+    assert "Node id 1 cannot be part of a key" in said
+    assert "`partition` must be `by_bytes()` or `strided(block_pattern)`, got 'strided'" in said
+    assert "A mailbox is a folder, a URL or a `Store`, not 5" in said
+
+
+def test_a_step_that_returns_no_samples_is_told_what_run_wants():
+    with (
+        session(vector(1.0), algorithm(), memory(), "n") as s,
+        pytest.raises(UsageError, match=r"wants `\(params, samples\)`"),
+    ):
+        s.run(lambda params, item: params, [1])

@@ -41,6 +41,7 @@ from tests.session.nodes import (
     run_keys,
     session,
     together,
+    vector,
     wait_until,
 )
 
@@ -448,3 +449,15 @@ def test_a_barrier_wants_the_parameters_that_it_may_change():
         pytest.raises(UsageError, match="Pass the parameters"),
     ):
         s.wait_at(jdiloco.Barrier("x", 1))
+
+
+def test_another_queue_of_the_same_name_in_one_session_is_refused():
+    """It would take the first one's units for its own, and train nothing."""
+
+    def queue(units: int) -> jdiloco.SharedQueue:
+        return jdiloco.SharedQueue(units, batches=lambda unit: [unit])
+
+    with session(vector(1.0), algorithm(), memory(), "n") as s:
+        s.run(lambda params, item: (params, 1), queue(1))
+        with pytest.raises(UsageError, match="of 1 units; this one has 2"):
+            s.run(lambda params, item: (params, 1), queue(2))

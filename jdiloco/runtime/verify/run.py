@@ -85,7 +85,8 @@ LOST = (
 
 def _without_manifest(store: Store) -> Report:
     """A manifest is never removed: without one there is no run, or one that has lost it."""
-    logged = [entry.key for entry in store.list("") if "/log/" in entry.key]
+    keys = [entry.key for entry in store.list("")]
+    logged = [key for key in keys if key.split("/")[1:2] == ["log"]]  # Deeper: another mailbox.
     if not logged:
         raise no_run(store)
     return _unreadable(store, f"is missing, and yet there is {logged[0]}")
