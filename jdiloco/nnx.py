@@ -48,11 +48,11 @@ class ModuleHolder:
             self._variables[name].set_raw_value(value)
         return params
 
-    def leaves(self, params: Any) -> list[Any]:
-        return jax.tree.leaves(nnx.state(params))
+    def whole(self, params: Any) -> Any:
+        return nnx.state(params)
 
-    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
-        nnx.update(params, jax.tree.unflatten(jax.tree.structure(nnx.state(params)), leaves))
+    def with_whole(self, params: Any, tree: Any) -> Any:
+        nnx.update(params, tree)
         return params
 
 

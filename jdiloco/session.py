@@ -19,12 +19,12 @@ import numpy as np
 from jdiloco import events
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
-from jdiloco.errors import RunReplaced, UsageError
+from jdiloco.errors import RunReplaced, StoreUnavailable, UsageError
 from jdiloco.protocol import joining, lives, member
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.protocol.rules import ROLES, closes, share, trains
-from jdiloco.runtime import private, signals
+from jdiloco.runtime import packing, private, signals
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
@@ -179,16 +179,18 @@ class Session:
         """A session that goes on where `save` was called, as the same node.
 
             with jdiloco.Session.restore(
-                "saves/100", params, algorithm, mailbox="runs/x", like={"opt_state": opt_state}
+                "saves", params, algorithm, mailbox="runs/x", like={"opt_state": opt_state}
             ) as session:
                 params, opt_state = session.params, session.restored["opt_state"]
                 for batch in itertools.islice(batches, session.position, None):
                     ...
 
-        `params`, or a module, is built as when the node first started: its structure and its
-        placement count, its values are replaced. `like` holds, for each thing that was passed to
-        `save`, one of the same structure. The other arguments are those of `Session`, without
-        `node_id`, which is the saved one.
+        `path` is one that was given to `save`, or a directory of several whose names end with a
+        number: then the highest that is complete counts. `params`, or a module, is built as when
+        the node first started: its structure and its placement count, its values are replaced.
+        `like` holds, for each tree that was passed to `save`, one of the same structure, and an
+        array of the same shape and type wherever that has one. The other arguments are those of
+        `Session`, without `node_id`, which is the saved one.
 
         Where the run has committed nothing meanwhile the node goes on bit for bit as if it had not
         stopped. Otherwise those commits count as arriving at its first step. Where the run holds a
@@ -197,9 +199,9 @@ class Session:
         `session.position` lies behind that contribution; so also where the node had claimed
         shared work, which others may have gone on with. What was passed to `save` is as it was.
 
-        Raises UsageError where there is no complete checkpoint of this kind, and RunConfigMismatch
-        or SchemaMismatch for another run's; entering it raises RunReplaced where the mailbox holds
-        another run.
+        Raises UsageError where there is no complete checkpoint of this kind, RunConfigMismatch or
+        SchemaMismatch for another run's, and SchemaMismatch where `like` has other leaves; entering
+        it raises RunReplaced where the mailbox holds another run.
         """
         saved = private.read(path)
         node = arguments.pop("node_id", None) or saved.kept.private.life.node
@@ -221,19 +223,14 @@ class Session:
             raise UsageError(
                 f"`like` has {', '.join(unknown)}; saved were {', '.join(saved.mine) or 'none'}."
             )
-        leaves = self._holder.leaves(self._params)
-        if len(leaves) != len(saved.params):
-            raise UsageError(
-                f"`{saved.path}` holds parameters of {len(saved.params)} leaves, and these have "
-                f"{len(leaves)}. Build them as the program that saved did."
-            )
-        pairs = zip(saved.params, leaves, strict=True)
-        values = [private.as_leaf(array, leaf) for array, leaf in pairs]
-        self._params = self._holder.with_leaves(self._params, values)
-        self._mine = {
-            key: private.restored(saved.mine[key], tree, key) for key, tree in like.items()
-        }
+        self._mine = {key: packing.unpack(key, saved.mine[key], tree) for key, tree in like.items()}
+        self._params = self._saved_params(saved)
         self._saved = saved
+
+    def _saved_params(self, saved: Saved) -> Any:
+        """The parameters as they were saved, as new arrays, where those of the session are."""
+        whole = packing.unpack("params", saved.params, self._holder.whole(self._params))
+        return self._holder.with_whole(self._params, whole)
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
@@ -404,9 +401,16 @@ class Session:
 
     def _catch_up(self, node: Node, round: int) -> None:
         """Waits until what was committed meanwhile has come; it is taken up by the first step."""
-        while not member.is_up_to(node.state, round) and not node.state.stopped:
+        read, moved = node.state.chain.read, self._clock.now()
+        while not (member.is_up_to(node.state, round) or node.state.stopped):
             self._check_stop()
             self._clock.sleep(self._poll_interval / 4)
+            if node.state.chain.read != read:
+                read, moved = node.state.chain.read, self._clock.now()
+            elif self._clock.now() - moved > self._patience:
+                raise StoreUnavailable(
+                    f"What round {read + 1} committed could not be read for {self._patience:.0f} s."
+                )
 
     def _open_part(self, node: Node, newest: dict[str, np.ndarray]) -> None:
         """What the node does in the user's thread."""
@@ -534,8 +538,10 @@ class Session:
         """
         learner = self._live()
         self._was_read = True
-        if self._in_place or (self._own and not self._left):
+        if self._in_place:
             return self._params
+        if self._own and self._saved is not None and not self._left:
+            return self._saved_params(self._saved)
         return learner.committed(self._params)
 
     @property
@@ -549,13 +555,14 @@ class Session:
             session.save(f"saves/{step}", opt_state=opt_state, key=key)
 
         In it are the parameters, what the session knows of them, the place in the data
-        (`session.position`), and whatever trees of arrays, numbers and random keys are passed.
-        What the run has committed is not: that is in the mailbox. `path` becomes an Orbax
-        checkpoint, at once and complete; there must be nothing there yet. Training may go on at
-        once: what is saved is a copy. Costs a copy of the model to host memory and to the disk.
+        (`session.position`), and whatever trees are passed, with leaves that are arrays, random
+        keys, numbers, strings or bytes. What the run has committed is not: that is in the mailbox.
+        `path` becomes an Orbax checkpoint, at once and complete; there must be nothing there yet.
+        Training may go on at once: what is saved is a copy. Costs a copy of the model to host
+        memory and to the disk.
 
         Call it after `session.step` has returned, with what it returned in use. Raises UsageError
-        where nothing can be put at `path`.
+        where nothing can be put at `path`, or a leaf cannot be saved.
         """
         learner = self._live()
         if self._left:
@@ -564,12 +571,9 @@ class Session:
             path,
             learner.kept(claimed=self._work_of().has_claimed),
             algorithm=self.algorithm.to_json(),
-            params=[private.host(leaf) for leaf in self._holder.leaves(self._params)],
+            params=packing.pack("params", self._holder.whole(self._params)),
             tensors=self._schema.tensors,
-            mine={
-                key: [private.host(leaf) for leaf in jax.tree.leaves(tree)]
-                for key, tree in mine.items()
-            },
+            mine={key: packing.pack(key, tree) for key, tree in mine.items()},
             fresh=self._clock.fresh(),
         )
 
@@ -601,7 +605,7 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        self._own = False
+        self._own, self._saved = False, None
         rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)

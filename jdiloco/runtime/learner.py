@@ -166,6 +166,7 @@ class Learner:
             jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._subtracted_as))
             alignment.prepare(self._alignment, leaves, self._anchors[index])
         self._send_again()
+        self._saved = None
         self._perform(params, self._lost, {})
         self._plan()
         self._tell("training")

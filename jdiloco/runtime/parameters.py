@@ -38,11 +38,11 @@ class Holder(Protocol):
         """`params` with some tensors replaced."""
         ...
 
-    def leaves(self, params: Any) -> list[Any]:
-        """Everything that `params` holds, in an order of its own: tensors and what is none."""
+    def whole(self, params: Any) -> Any:
+        """Everything that `params` holds, as a tree: tensors and what is none."""
         ...
 
-    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
+    def with_whole(self, params: Any, tree: Any) -> Any:
         """`params` with all of that replaced."""
         ...
 
@@ -78,12 +78,12 @@ class TreeHolder:
                 leaves[index] = value
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def leaves(self, params: Any) -> list[Any]:
-        return self._flatten(params)
+    def whole(self, params: Any) -> Any:
+        return params
 
-    def with_leaves(self, params: Any, leaves: Sequence[Any]) -> Any:
+    def with_whole(self, params: Any, tree: Any) -> Any:
         del params
-        return jax.tree.unflatten(self._treedef, leaves)
+        return tree
 
     def _flatten(self, params: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(params)

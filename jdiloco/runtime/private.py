@@ -1,10 +1,10 @@
 """Private checkpoints: what one node needs to go on, as an Orbax checkpoint in a directory.
 
-    params/{i}          the parameters, leaf by leaf in tree order, whatever they are
+    params/{name}       the parameters, whatever they are; of a module all of its state
     held/{name}         the committed values that the node held: its anchors, by path name
     then/{name}         what a fragment's parameters were at its newest snapshot, where kept
     sent/{round}        contributions that were outstanding, as the bytes that went out
-    mine/{key}/{i}      what the user passed, leaf by leaf
+    mine/{key}/{name}   what the user passed, each leaf under its own name (`packing`)
 
 What the protocol remembers (`jdiloco.protocol.resuming.Private`) is JSON in Orbax's metadata of the
 tree, as `custom_metadata`. The files are written as a run checkpoint's are, without Orbax's own
@@ -19,12 +19,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -33,13 +33,17 @@ from jdiloco.protocol.records import FORMAT
 from jdiloco.protocol.resuming import Private
 from jdiloco.runtime import checkpoints, trees
 from jdiloco.runtime.export import UNFINISHED, appearing, place_for
-from jdiloco.runtime.parameters import placed
+from jdiloco.runtime.packing import Packed
 from jdiloco.types import TensorSpec
 
 KIND = "private"
+NUMBERED = re.compile(r".*?([0-9]+)")
+LEFT_OVER = re.compile(r"d|params|manifest\.ocdbt|ocdbt\.process_[0-9]+|array_metadatas|_sharding")
+"""What may lie in an Orbax checkpoint before it is complete."""
 METADATA = "_METADATA"
 
 Arrays = Mapping[str, np.ndarray]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +64,8 @@ class Saved:
     kept: Kept
     algorithm: Mapping[str, Any]
     tensors: tuple[TensorSpec, ...]
-    params: tuple[np.ndarray, ...]
-    mine: Mapping[str, tuple[np.ndarray, ...]]
+    params: Packed
+    mine: Mapping[str, Packed]
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -74,20 +78,9 @@ class _About(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     names: tuple[str, ...]  # Of every array.
     empty: dict[str, tuple[tuple[int, ...], str]]  # Arrays without elements: shape and type.
+    keys: dict[str, str]  # Random keys among the arrays, with their implementation.
+    plain: dict[str, tuple[str, str]]  # What is no array: kind and text.
     mine: tuple[str, ...]
-
-
-def host(leaf: Any) -> np.ndarray:
-    """A leaf as it is saved; a typed random key as its data."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    array = np.array(jax.device_get(leaf))
-    if array.dtype.hasobject or array.dtype.kind in "US":
-        raise UsageError(
-            f"A {type(leaf).__name__} cannot be saved: {leaf!r:.60}. Arrays, numbers and random "
-            "keys can; keep the rest in a file of your own."
-        )
-    return array
 
 
 def save(
@@ -95,18 +88,18 @@ def save(
     kept: Kept,
     *,
     algorithm: Mapping[str, Any],
-    params: Sequence[np.ndarray],
+    params: Packed,
     tensors: Sequence[TensorSpec],
-    mine: Mapping[str, Sequence[np.ndarray]],
+    mine: Mapping[str, Packed],
     fresh: str,
 ) -> None:
     """Writes a private checkpoint to a directory that is not there yet, or empty."""
+    packed = {"params": params, **{f"mine/{key}": tree for key, tree in mine.items()}}
     arrays = {
-        **{f"params/{i}": array for i, array in enumerate(params)},
+        **_under(packed, lambda tree: tree.arrays),
         **{f"held/{name}": array for name, array in kept.held.items()},
         **{f"then/{name}": array for name, array in kept.then.items()},
         **{f"sent/{round}": np.frombuffer(data, np.uint8) for round, data in kept.sent.items()},
-        **{f"mine/{key}/{i}": a for key, leaves in mine.items() for i, a in enumerate(leaves)},
     }
     about = _About(
         jdiloco=KIND,
@@ -116,36 +109,85 @@ def save(
         tensors=tuple(tensors),
         names=tuple(arrays),
         empty={name: (a.shape, a.dtype.name) for name, a in arrays.items() if not a.size},
+        keys=_under(packed, lambda tree: tree.keys),
+        plain=_under(packed, lambda tree: tree.plain),
         mine=tuple(mine),
     )
     places = trees.places(list(arrays))
     held = {places[name]: array for name, array in arrays.items() if array.size}
+    _clear(Path(path).expanduser(), fresh)
     with appearing(place_for(path), fresh) as directory:
         trees.save(directory, held, json.loads(msgspec.json.encode(about)))
 
 
+def _clear(target: Path, fresh: str) -> None:
+    """Moves aside what some program left of a checkpoint that it never completed."""
+    left = [child.name for child in target.iterdir()] if target.is_dir() else []
+    if not left or METADATA in left or not all(map(LEFT_OVER.fullmatch, left)):
+        return
+    aside = target.with_name(f"{target.name}{UNFINISHED}{fresh}-old")
+    warnings.warn(
+        f"`{target}` held a checkpoint that is not complete; it is `{aside.name}` now.",
+        stacklevel=4,
+    )
+    target.rename(aside)
+
+
+def _under(packed: Mapping[str, Packed], of: Callable[[Packed], Mapping[str, T]]) -> dict[str, T]:
+    return {f"{at}/{name}": x for at, tree in packed.items() for name, x in of(tree).items()}
+
+
 def read(path: str | os.PathLike[str]) -> Saved:
-    """Reads what `save` wrote. Raises UsageError where there is nothing of the kind."""
-    directory = Path(os.path.realpath(os.path.expanduser(path)))
+    """Reads what `save` wrote, or the newest complete one of several in a directory.
+
+    Raises UsageError where there is nothing of the kind.
+    """
+    directory = _newest(Path(os.path.realpath(os.path.expanduser(path))))
     about = _about(directory)
     places = trees.places(list(about.names))
     wanted = {places[name]: name for name in about.names if name not in about.empty}
     arrays = {n: np.empty(shape, dtype) for n, (shape, dtype) in about.empty.items()}
     arrays |= {wanted[place]: a for place, a in checkpoints.read_tree(directory, wanted).items()}
 
-    def part(prefix: str) -> dict[str, np.ndarray]:
-        found = (name for name in about.names if name.startswith(f"{prefix}/"))
-        return {name.removeprefix(f"{prefix}/"): arrays[name] for name in found}
+    def packed(prefix: str) -> Packed:
+        keys, plain = _part(prefix, about.keys), _part(prefix, about.plain)
+        return Packed(_part(prefix, arrays), keys, plain)
 
-    sent = {int(round): array.tobytes() for round, array in part("sent").items()}
+    held, then = _part("held", arrays), _part("then", arrays)
+    sent = {int(round): array.tobytes() for round, array in _part("sent", arrays).items()}
     return Saved(
-        path=str(path),
-        kept=Kept(about.private, part("held"), part("then"), sent),
+        path=str(directory),
+        kept=Kept(about.private, held, then, sent),
         algorithm=about.algorithm,
         tensors=about.tensors,
-        params=tuple(part("params").values()),
-        mine={key: tuple(part(f"mine/{key}").values()) for key in about.mine},
+        params=packed("params"),
+        mine={key: packed(f"mine/{key}") for key in about.mine},
     )
+
+
+def _part(prefix: str, of: Mapping[str, T]) -> dict[str, T]:
+    found = (name for name in of if name.startswith(f"{prefix}/"))
+    return {name.removeprefix(f"{prefix}/"): of[name] for name in found}
+
+
+def _newest(place: Path) -> Path:
+    """Of the directories in `place` the complete one whose name ends with the highest number.
+
+    `place` itself where it is one. A higher number that is not complete is warned about.
+    """
+    if (place / METADATA).exists() or not place.is_dir():
+        return place
+    numbered = [(int(m[1]), p) for p in place.iterdir() if (m := NUMBERED.fullmatch(p.name))]
+    found = sorted(((n, p) for n, p in numbered if p.is_dir()), reverse=True)
+    for index, (_, directory) in enumerate(found):
+        if (directory / METADATA).exists():
+            if passed := ", ".join(skipped.name for _, skipped in found[:index]):
+                warnings.warn(
+                    f"Going on from `{directory}`: {passed} beside it is not complete.",
+                    stacklevel=4,
+                )
+            return directory
+    return place
 
 
 def _about(directory: Path) -> _About:
@@ -192,26 +234,3 @@ def _nothing(directory: Path) -> str:
 def _beside(directory: Path) -> list[Path]:
     parent = directory.parent
     return [p for p in parent.iterdir() if p != directory] if parent.is_dir() else []
-
-
-def restored(leaves: Sequence[np.ndarray], like: Any, key: str) -> Any:
-    """Saved leaves in the structure of `like`, each of its kind and where that is."""
-    wanted, treedef = jax.tree.flatten(like)
-    if len(wanted) != len(leaves):
-        raise UsageError(
-            f"`{key}` was saved with {len(leaves)} leaves, and `like` has {len(wanted)} there. "
-            "Build it as the program that saved did."
-        )
-    pairs = zip(leaves, wanted, strict=True)
-    return jax.tree.unflatten(treedef, [as_leaf(array, leaf) for array, leaf in pairs])
-
-
-def as_leaf(array: np.ndarray, like: Any) -> Any:
-    """A saved leaf as one like this: a key, an array where it is, or a plain number."""
-    if isinstance(like, jax.Array) and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
-    if isinstance(like, jax.Array):
-        return placed(array, like)
-    if isinstance(like, np.ndarray):
-        return array
-    return type(like)(array.item())
