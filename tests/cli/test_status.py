@@ -66,7 +66,8 @@ def test_a_status_is_what_the_records_say(rda):
     assert status.versions == log[-1].versions
     assert status.newest is not None
     assert status.newest.participants == tuple(who.node for who in log[-1].participants)
-    assert status.next_closer == f"{log[-1].next_closer}.0001"
+    if not any(f"{len(log):010}.1." in key for key in rda):  # Else a claim says who closes.
+        assert status.next_closer == f"{log[-1].next_closer}.0001"
     counts = [len(record.participants) for record in log]
     assert status.mean_participants == pytest.approx(sum(counts) / len(log))
     assert [node.node for node in status.nodes] == ["a", "b", "c"]

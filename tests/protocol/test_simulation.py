@@ -93,8 +93,8 @@ def test_every_property_holds_in_many_more_runs(first):
 
 
 def test_a_seed_gives_one_history():
-    assert str(simulate(11)) == str(simulate(11))
-    assert str(simulate(11)) != str(simulate(12))
+    assert str(simulate(3)) == str(simulate(3))
+    assert str(simulate(3)) != str(simulate(4))
 
 
 def test_drawn_runs_meet_what_they_are_for():
