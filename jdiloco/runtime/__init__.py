@@ -21,6 +21,7 @@
     alignment      parameters and commits mixed, placed as the user's leaves are
     joining        the joining generators, driven
     private        what one node needs to go on after a restart, in a directory
+    packing        a program's own trees as named arrays, and back
     export         the newest committed model, for Orbax alone
     inspect        what a mailbox says, without joining
     status         where a run stands, in figures
