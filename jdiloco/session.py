@@ -292,8 +292,7 @@ class Session:
     @property
     def _patience(self) -> float:
         """Seconds for a closer that died to be noticed and for another to take its place."""
-        rules = self.algorithm
-        return rules.lease_seconds + 10 * self._poll_interval + rules.beat_seconds
+        return self.algorithm.rules().patience(self._poll_interval)
 
     def _leave(self, because: str) -> None:
         """Ends every thread. Who is stopped or fails goes at once; else what was begun is ended."""

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from jdiloco.protocol.alignment import OVERWRITE, Alignment
 
+TAKEOVER_POLLS = 10
+"""A round is never thought overdue before so many polls."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
@@ -36,6 +39,10 @@ class Rules:
     def small_seconds(self) -> float:
         """How long a small request may take: three in a row fit between two beats."""
         return self.beat_seconds / 3
+
+    def patience(self, poll_seconds: float) -> float:
+        """Seconds for a closer that died to be noticed and for another to take its place."""
+        return self.lease_seconds + TAKEOVER_POLLS * poll_seconds + self.beat_seconds
 
 
 ROLES = ("both", "learner", "syncer", "either")

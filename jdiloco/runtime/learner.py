@@ -475,8 +475,7 @@ class Learner:
     def _warn_if_nobody_closes(self, *, since: float) -> None:
         """Once, after a time in which a closer that died would have been replaced."""
         state = self._node.state
-        rules = state.rules
-        patience = rules.lease_seconds + rules.beat_seconds + 10 * state.poll_seconds
+        patience = state.rules.patience(state.poll_seconds)
         if self._warned_stuck or self._clock.now() < since + patience:
             return
         self._warned_stuck = True

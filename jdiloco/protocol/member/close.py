@@ -16,15 +16,12 @@ from jdiloco.protocol.member.elect import next_closer, pass_over
 from jdiloco.protocol.member.follow import take_record, write
 from jdiloco.protocol.member.state import MemberState, Turn, has_ended, later, mix
 from jdiloco.protocol.records import Claim, Timing, seal, unseal
-from jdiloco.protocol.rules import NO_CLOSER, Life
+from jdiloco.protocol.rules import NO_CLOSER, TAKEOVER_POLLS, Life
 
 MOST_DOUBLINGS = 10
 """Of the wait before a takeover, whatever number a claim has."""
 
 OVERDUE = "the round is overdue"
-
-TAKEOVER_POLLS = 10
-"""A round is never thought overdue before so many polls."""
 
 
 def close(turn: Turn) -> None:

@@ -231,8 +231,7 @@ class Learner:
 
     @property
     def _patience(self) -> float:
-        rules = self._scenario.rules
-        return rules.lease_seconds + 10 * self._scenario.poll_seconds + rules.beat_seconds
+        return self._scenario.rules.patience(self._scenario.poll_seconds)
 
     def _is_stuck(self) -> bool:
         """Nothing has been committed for long, though this node rests."""
