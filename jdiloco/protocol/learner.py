@@ -33,7 +33,7 @@ from dataclasses import replace
 from jdiloco.protocol import fragment
 from jdiloco.protocol.alignment import Overwrite
 from jdiloco.protocol.fragment import Align, Drop, FragmentTraining, News, Outstanding, Revert
-from jdiloco.protocol.records import Ledger, RoundRecord
+from jdiloco.protocol.records import ContributionHead, Covered, Ledger, RoundRecord
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import fragment_of, gap
 from jdiloco.types import Counters
@@ -248,6 +248,32 @@ def _carried(state: LearnerState) -> int:
     over = state.since - _gap(state)
     just_due = over >= 0 and over < state.last_call
     return over if just_due else 0
+
+
+def head_of(
+    state: LearnerState,
+    snapshot: Snapshot,
+    run: str,
+    *,
+    step_seconds: float | None = None,
+    work: tuple[Covered, ...] = (),
+) -> ContributionHead:
+    """What the contribution of a snapshot says of itself."""
+    return ContributionHead(
+        run=run,
+        round=snapshot.round,
+        fragment=snapshot.fragment,
+        version=snapshot.version,
+        node=state.life.node,
+        incarnation=state.life.incarnation,
+        counters=snapshot.counters,
+        ledger=snapshot.ledger,
+        position=snapshot.position,
+        step_seconds=step_seconds,
+        final=snapshot.final,
+        empty=snapshot.empty,
+        work=work,
+    )
 
 
 def news_of(state: LearnerState, record: RoundRecord) -> News:

@@ -514,20 +514,11 @@ class Learner:
         )
 
     def _head(self, snapshot: Snapshot) -> ContributionHead:
-        life = self._state.life
-        return ContributionHead(
-            run=self._node.place.manifest.run,
-            round=snapshot.round,
-            fragment=snapshot.fragment,
-            version=snapshot.version,
-            node=life.node,
-            incarnation=life.incarnation,
-            counters=snapshot.counters,
-            ledger=snapshot.ledger,
-            position=snapshot.position,
+        return machine.head_of(
+            self._state,
+            snapshot,
+            self._node.place.manifest.run,
             step_seconds=self._step_seconds,
-            final=snapshot.final,
-            empty=snapshot.empty,
             work=self.shared.cover(),
         )
 

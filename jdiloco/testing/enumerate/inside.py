@@ -233,20 +233,8 @@ class Inside:
     def _publish(
         self, training: Training, snapshot: Snapshot, run: str
     ) -> tuple[Training, ContributionHead]:
-        life, held = training.learner.life, training.held[snapshot.fragment]
-        head = ContributionHead(
-            run=run,
-            round=snapshot.round,
-            fragment=snapshot.fragment,
-            version=snapshot.version,
-            node=life.node,
-            incarnation=life.incarnation,
-            counters=snapshot.counters,
-            ledger=snapshot.ledger,
-            position=snapshot.position,
-            final=snapshot.final,
-            empty=snapshot.empty,
-        )
+        held = training.held[snapshot.fragment]
+        head = machine.head_of(training.learner, snapshot, run)
         began, steps = training.learner.began, training.learner.steps
         rows = ((began + held.first, began + steps),)
         finite = snapshot.round not in self._nonfinite

@@ -375,19 +375,11 @@ class Learner:
 
     def _publish(self, snapshot: Snapshot) -> None:
         life, index = self.state.life, snapshot.fragment
-        head = ContributionHead(
-            run=self._run,
-            round=snapshot.round,
-            fragment=index,
-            version=snapshot.version,
-            node=life.node,
-            incarnation=life.incarnation,
-            counters=snapshot.counters,
-            ledger=snapshot.ledger,
-            position=snapshot.position,
+        head = machine.head_of(
+            self.state,
+            snapshot,
+            self._run,
             step_seconds=self._plan.step_seconds,
-            final=snapshot.final,
-            empty=snapshot.empty,
             work=self._shared.desk.cover() if self._shared is not None else (),
         )
         base = self._anchors[index].value
