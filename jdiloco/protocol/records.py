@@ -48,6 +48,21 @@ class Ledger(msgspec.Struct, frozen=True):
     pending: int = 0
     processed: int = 0
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """What has to add up to `processed`."""
+        return (self.merged, *self.dropped.values(), self.pending)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every sample is in one part, and no part is less than nothing."""
+        return min(self.parts) >= 0 and self.processed == sum(self.parts)
+
+    def goes_on_from(self, before: Ledger) -> bool:
+        """Whether nothing that was counted before has been taken back."""
+        dropped = all(self.dropped.get(reason, 0) >= n for reason, n in before.dropped.items())
+        return dropped and self.processed >= before.processed and self.merged >= before.merged
+
     def train(self, samples: int) -> Ledger:
         return msgspec.structs.replace(
             self, pending=self.pending + samples, processed=self.processed + samples

@@ -51,9 +51,8 @@ def begin(records: Iterable[RoundRecord | None], *, complete: bool) -> Tally:
 
 def fault(tally: Tally, life: Life, fragment: int, counters: Counters, ledger: Ledger) -> str:
     """What is wrong with the ledger of a contribution, "" for nothing."""
-    parts = (ledger.merged, *ledger.dropped.values(), ledger.pending)
-    if min(parts) < 0 or ledger.processed != sum(parts):
-        return f"{ledger.processed} samples were processed, its parts are {parts}"
+    if not ledger.adds_up:
+        return f"{ledger.processed} samples were processed, its parts are {ledger.parts}"
     if unknown := sorted(ledger.dropped.keys() - set(DROPS)):
         return f"samples were dropped as {', '.join(map(repr, unknown))}"
     if ledger.pending != counters.samples:
@@ -63,15 +62,9 @@ def fault(tally: Tally, life: Life, fragment: int, counters: Counters, ledger: L
         return ""
     if ledger.merged != known.merged:
         return f"{ledger.merged} samples count as merged, the records merged {known.merged}"
-    if not _goes_on(known, ledger):
+    if not ledger.goes_on_from(known):
         return f"it went back, from {known} to {ledger}"
     return ""
-
-
-def _goes_on(known: Ledger, ledger: Ledger) -> bool:
-    """Nothing that was settled before has been unsettled."""
-    kept = all(ledger.dropped.get(reason, 0) >= n for reason, n in known.dropped.items())
-    return kept and ledger.processed >= known.processed
 
 
 def read(tally: Tally, record: RoundRecord) -> tuple[Tally, tuple[str, ...]]:

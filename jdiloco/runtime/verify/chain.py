@@ -237,8 +237,7 @@ class Walk:
         if account is None:
             account = _Account(known=fragment not in self._gaps)
             self._accounts[life, fragment] = account
-        parts = (ledger.merged, *ledger.dropped.values(), ledger.pending)
-        if min(parts) < 0 or ledger.processed != sum(parts):
+        if not ledger.adds_up:
             yield f"the ledger of {life} does not add up: {ledger}"
         if unknown := sorted(ledger.dropped.keys() - set(DROPS)):
             yield f"the ledger of {life} drops for {unknown}, which are no reasons"
@@ -252,7 +251,7 @@ class Walk:
                 f"the ledger of {life} has {ledger.merged} samples merged, the records before "
                 f"merged {account.merged}"
             )
-        if not _goes_on(account.ledger, ledger):
+        if not ledger.goes_on_from(account.ledger):
             yield f"the ledger of {life} went back: from {account.ledger} to {ledger}"
         account.merged = ledger.merged + who.counters.samples
         account.known, account.ledger = True, ledger
@@ -287,12 +286,6 @@ class Walk:
         self._after = {round: kept for round, kept in self._after.items() if round >= oldest}
         used = {head for _, heads in self._after.values() for head in heads}
         self._made = {round: made for round, made in self._made.items() if round in used}
-
-
-def _goes_on(before: Ledger, after: Ledger) -> bool:
-    """Of what a ledger has counted nothing is taken back."""
-    dropped = all(after.dropped.get(reason, 0) >= n for reason, n in before.dropped.items())
-    return dropped and after.processed >= before.processed and after.merged >= before.merged
 
 
 def _short(value: object) -> str:
