@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jdiloco.algo import alignment, wire
-from jdiloco.algo.merges import per_row
+from jdiloco.algo.merges import finite_rows, per_row, subtracted
 from jdiloco.algo.outer import diloco_outer
 from jdiloco.algo.paths import NamedTree, named_leaves
 from jdiloco.errors import UsageError
@@ -336,7 +336,9 @@ def _commit(
     committed: Any = optax.apply_updates(held, updates)
     for name, at in part:
         anchors[at] = committed[name]
-    finite = functools.reduce(jnp.logical_and, map(_finite_rows, deltas.values()))
+    finite = jnp.ones(weights.shape, bool)
+    for delta in deltas.values():
+        finite = finite_rows(delta, finite)
     zero = jnp.zeros_like(state.steps[:, index])
     state = _counted(state, index, zero, zero)._replace(
         anchor=jax.tree.unflatten(treedef, anchors), outer=_put(state.outer, index, outer)
@@ -348,15 +350,11 @@ def _commit(
 
 
 def _delta(anchor: Array, params: Array, dtype: str | None) -> Array:
-    """`anchor − params` of every learner, subtracted in fp32 before it is narrowed."""
-    delta = anchor.astype(jnp.float32) - params.astype(jnp.float32)
-    if dtype in wire.SMALL:
-        return jax.vmap(lambda one: wire.decode(wire.encode(one, dtype), dtype, one.shape))(delta)
-    return delta.astype(dtype or params.dtype)
-
-
-def _finite_rows(stack: Array) -> Array:
-    return jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
+    """The delta of every learner, as it would arrive."""
+    if dtype not in wire.SMALL:
+        return subtracted(anchor, params, dtype)
+    delta = subtracted(anchor, params, "float32")
+    return jax.vmap(lambda one: wire.decode(wire.encode(one, dtype), dtype, one.shape))(delta)
 
 
 def _put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

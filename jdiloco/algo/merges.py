@@ -247,6 +247,17 @@ def rda_kernel(
     return jnp.where(norm < CUT_OFF, 0, mean_length / jnp.maximum(norm, CUT_OFF)) * direction
 
 
+def subtracted(
+    anchor: Real[Array, " *leaf"], params: Real[Array, " *more"], dtype: str | None = None
+) -> Real[Array, " *more"]:
+    """`anchor − params`, taken in fp32 before it is narrowed to `dtype` or the parameters' type.
+
+    `params` may be a stack. The other way round a bf16 delta of 1e-3 on a parameter of 1 is zero.
+    """
+    delta = anchor.astype(jnp.float32) - params.astype(jnp.float32)
+    return delta.astype(dtype or params.dtype)
+
+
 class Turnout(NamedTuple):
     """How many rows of a stack took part in a merge. Padding counts as neither."""
 
@@ -269,7 +280,7 @@ def merge_tree(
     leaves, treedef = jax.tree.flatten(deltas)
     finite = jnp.ones(weights.shape, bool)
     for leaf in leaves:
-        finite = _finite_rows(leaf, finite)
+        finite = finite_rows(leaf, finite)
     shares, turnout = _shares(weights, finite, where=where)
     kernels = [merge.kernel(*names) for names in leaf_names(deltas)]
     merged = [
@@ -280,9 +291,10 @@ def merge_tree(
 
 
 @jax.jit
-def _finite_rows(
+def finite_rows(
     deltas: Real[Array, " rows *leaf"], so_far: Bool[Array, " rows"]
 ) -> Bool[Array, " rows"]:
+    """Which rows are finite in this tensor, too."""
     return so_far & jnp.all(jnp.isfinite(deltas), axis=tuple(range(1, deltas.ndim)))
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdiloco import events
+from jdiloco.algo.merges import subtracted
 from jdiloco.protocol import learner as machine
 from jdiloco.protocol import resuming, waste
 from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
@@ -647,11 +647,8 @@ def _subtracted(anchors: Leaves, leaves: Leaves, dtype: str | None) -> Leaves:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _delta(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
-    """anchor − params, subtracted in float32 before it is narrowed."""
-    return tuple(
-        (anchor.astype(jnp.float32) - leaf.astype(jnp.float32)).astype(dtype or leaf.dtype)
-        for anchor, leaf in zip(anchors, leaves, strict=True)
-    )
+    pairs = zip(anchors, leaves, strict=True)
+    return tuple(subtracted(anchor, leaf, dtype) for anchor, leaf in pairs)
 
 
 def _on_device(leaf: Any) -> jax.Array:
