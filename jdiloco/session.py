@@ -161,9 +161,8 @@ class Session:
         self._ranks = ranks
         self._rank: int | None = None
         self._syncer: Syncer | None = None
-        self._saved: Saved | None = None  # What it goes on from.
+        self._saved: Saved | None = None  # What it goes on from, until its first step.
         self._mine: dict[str, Any] = {}
-        self._own = False  # Its parameters are those that were saved, and nobody has stepped yet.
 
     @classmethod
     def restore(
@@ -347,7 +346,6 @@ class Session:
         )
         newest: dict[str, np.ndarray] = {}
         if saved is not None and not birth.overtaken:
-            self._own = True
             chain = performer.run(joining.read_chain_at(manifest, data, saved.private.read))
             newest = dict(saved.held)
         elif trains(self._role):
@@ -378,7 +376,9 @@ class Session:
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
         self._open_part(self._node, newest)
-        if self._own:
+        if birth.overtaken:
+            self._saved = None
+        if self._saved is not None:
             self._catch_up(self._node, joining.newest_round(keys, birth.listed))
         self._node.emit(
             events.Joined(
@@ -539,7 +539,7 @@ class Session:
         self._was_read = True
         if self._in_place:
             return self._params
-        if self._own and self._saved is not None and not self._left:
+        if self._saved is not None and not self._left:
             return self._saved_params(self._saved)
         return learner.committed(self._params)
 
@@ -604,7 +604,7 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        self._own, self._saved = False, None
+        self._saved = None
         rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)

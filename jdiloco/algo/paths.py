@@ -160,10 +160,12 @@ def _found(tree: Any) -> list[_At]:
             f"Got a whole `{type(tree).__name__}`, wanted its parameters. Pass `state.params`."
         )
     walked = list(_walk(tree))
-    all_parts = [_parts(shown) for _, shown, _, _ in walked]
+    all_parts = [path_parts(shown) for _, shown, _, _ in walked]
     flat_state = _flax("flax.nnx", "FlatState")
     if flat_state is not None and isinstance(tree, flat_state):
-        all_parts = [_parts([path]) for path in tree.paths]  # Its key path holds positions only.
+        all_parts = [
+            path_parts([path]) for path in tree.paths
+        ]  # Its key path holds positions only.
     if all(parts[:1] == ("params",) and len(parts) > 1 for parts in all_parts):
         all_parts = [parts[1:] for parts in all_parts]
     found = [
@@ -201,7 +203,8 @@ def _flax(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _parts(path: Sequence[Any]) -> tuple[str, ...]:
+def path_parts(path: Sequence[Any]) -> tuple[str, ...]:
+    """The parts of a key path: keys, names and indices; a tuple key gives its own."""
     parts: list[str] = []
     for key in path:
         for attribute in ("key", "name", "idx"):

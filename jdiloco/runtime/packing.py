@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdiloco.algo.paths import path_parts
 from jdiloco.errors import SchemaMismatch, UsageError
 from jdiloco.runtime.parameters import placed
 
@@ -74,19 +75,12 @@ def unpack(what: str, found: Packed, like: Any) -> Any:
 
 def _named(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = ["/".join(map(_part, path)) for path, _ in leaves]
+    names = ["/".join(path_parts(path)) for path, _ in leaves]
     counts = Counter(names)
     return {
         name if name and counts[name] == 1 else f"#{index}": leaf
         for index, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True))
     }
-
-
-def _part(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
 
 
 def _is_key(leaf: Any) -> bool:
