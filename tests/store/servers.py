@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 import urllib.error
@@ -137,7 +138,8 @@ def seaweed(folder: Path) -> Iterator[Server]:
 def moto(folder: Path) -> Iterator[Server]:
     """moto: a mock of AWS, in memory."""
     [port] = _free_ports(1)
-    server = Server([_program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port, folder)
+    command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py"))]
+    server = Server([*command, "-H", "127.0.0.1", "-p", str(port)], port, folder)
     with _running(server):
         make_bucket(server)
         yield server
