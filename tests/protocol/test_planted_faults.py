@@ -7,7 +7,7 @@ would need luck, the runs are of a kind in which the fault matters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,6 +34,17 @@ from jdiloco.protocol.keys import UnitKey
 from jdiloco.protocol.member import close, elect, follow, listen
 from jdiloco.testing import invariants, simulate
 from jdiloco.testing.simulate import control, mailbox, node, values
+from tests.protocol.faults import (
+    a_new_record_is_computed_in_doubt,
+    claims_never_come,
+    failed_uploads_are_given_up,
+    learner_aligns_before_the_commit_is_confirmed,
+    more_in_flight_than_fragments,
+    no_read_back,
+    nothing_is_ever_void,
+    payloads_of_open_rounds_are_swept,
+    taken_counts_as_ours,
+)
 
 Death, Plan, Faults = simulate.Death, simulate.Plan, simulate.Faults
 Patch = pytest.MonkeyPatch
@@ -188,26 +199,6 @@ def found_by(runs: Iterator[simulate.Scenario], seeds: int) -> set[str]:
 # The faults
 
 
-def no_read_back(patch: Patch) -> None:
-    """A record write without an answer counts as done."""
-    sent = member._HANDLERS[close.fx.RecordSent]
-
-    def believe(turn, event):
-        sent(turn, dataclasses.replace(event, created=event.created is None or event.created))
-
-    patch.setitem(member._HANDLERS, close.fx.RecordSent, believe)
-
-
-def taken_counts_as_ours(patch: Patch) -> None:
-    """A record write that was refused counts as done: somebody wrote it, after all."""
-    sent = member._HANDLERS[close.fx.RecordSent]
-
-    def believe(turn, event):
-        sent(turn, dataclasses.replace(event, created=event.created is not None))
-
-    patch.setitem(member._HANDLERS, close.fx.RecordSent, believe)
-
-
 def store_ignores_the_condition(patch: Patch) -> None:
     """Only for records, and so past the check at the start of a session."""
     put = mailbox.Mailbox.put
@@ -220,17 +211,6 @@ def store_ignores_the_condition(patch: Patch) -> None:
     patch.setattr(mailbox.Mailbox, "put", overwrite)
 
 
-def learner_aligns_before_the_commit_is_confirmed(patch: Patch) -> None:
-    """A closer hands its result to its own learner when it sends the record."""
-    write = follow.write
-
-    def act_at_once(turn, data):
-        write(turn, data)
-        follow.take_record(turn, data)
-
-    patch.setattr(close, "write", act_at_once)
-
-
 def contested_keys_are_deleted(patch: Patch) -> None:
     """Sweeping takes old round records too."""
     swept = sweep.sweep
@@ -240,57 +220,6 @@ def contested_keys_are_deleted(patch: Patch) -> None:
         return shelf, (*doomed, keys.record(round - 4)) if round >= 4 else doomed, prefixes
 
     patch.setattr(follow.sweep, "sweep", too_much)
-
-
-def payloads_of_open_rounds_are_swept(patch: Patch) -> None:
-    """What no record names counts as garbage, before its round has a record."""
-    sent = member._HANDLERS[close.fx.RecordSent]
-
-    def clean_up(turn, event):
-        state = turn.state
-        sent(turn, event)
-        if event.created is None and state.attempted:
-            turn.add(close.fx.Delete(state.attempted))
-
-    patch.setitem(member._HANDLERS, close.fx.RecordSent, clean_up)
-
-
-def a_new_record_is_computed_in_doubt(patch: Patch) -> None:
-    """While the outcome of a write is open, other bytes are sent than before."""
-
-    def other_bytes(turn, data):
-        state = turn.state
-        key = state.keys.record(state.closing.round)
-        record = close.chains.RoundRecord
-        before = member.follow.unseal(key, data, record)
-        again = msgspec.structs.replace(before, expected=before.expected + 1)
-        follow_write(turn, follow_seal(key, again))
-
-    follow_write = follow.write
-    follow_seal = close.seal
-    patch.setattr(follow, "write", other_bytes)
-    patch.setattr(follow, "take_record", _take_by_write_id(follow.take_record))
-
-
-def _take_by_write_id(take: Callable) -> Callable:
-    """Goes on from what is held in memory when node and incarnation are its own."""
-
-    def take_record(turn, data):
-        state = turn.state
-        mine = state.closing.record
-        if mine:
-            key = state.keys.record(state.closing.round)
-            kind = close.chains.RoundRecord
-            read, held = (member.follow.unseal(key, d, kind) for d in (data, mine))
-            data = mine if read.write_id == held.write_id else data
-        take(turn, data)
-
-    return take_record
-
-
-def more_in_flight_than_fragments(patch: Patch) -> None:
-    """A learner publishes a fragment again before it has aligned it."""
-    patch.setattr(learner, "_may_publish", lambda state, held: True)
 
 
 def stale_contributions_are_accepted(patch: Patch) -> None:
@@ -442,26 +371,6 @@ def an_outage_counts_as_age(patch: Patch) -> None:
             leases, beats, 100.0 if elapsed >= 1.0 else elapsed, named=named
         ),
     )
-
-
-def claims_never_come(patch: Patch) -> None:
-    """Nobody takes over from a closer that is gone."""
-    patch.setattr(close, "_why_take_over", lambda turn: "")
-
-
-def nothing_is_ever_void(patch: Patch) -> None:
-    """A round in which nothing can be accepted waits for ever."""
-    patch.setattr(closing, "is_void", lambda state, verdict: False)
-
-
-def failed_uploads_are_given_up(patch: Patch) -> None:
-    """A contribution that did not go out is forgotten, and its round with it."""
-    uploaded = member._HANDLERS[close.fx.Uploaded]
-
-    def forget(turn, event):
-        uploaded(turn, dataclasses.replace(event, ok=True))
-
-    patch.setitem(member._HANDLERS, close.fx.Uploaded, forget)
 
 
 def a_restarted_node_begins_its_data_again(patch: Patch) -> None:
