@@ -107,7 +107,7 @@ class ContributionHead(msgspec.Struct, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An object that a record names."""
+    """An object that a record names. Size and digest are those it has without compression."""
 
     key: str
     size: int  # Bytes.

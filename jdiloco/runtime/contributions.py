@@ -35,12 +35,18 @@ class Rejection(Exception):
         self.reason = reason
 
 
-def encode(key: str, head: ContributionHead, tensors: Mapping[str, np.ndarray]) -> Sequence[Buffer]:
-    """The object under `key`. Its digest covers key, head and tensors."""
+def encode(
+    key: str,
+    head: ContributionHead,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    compression: str | None = None,
+) -> Sequence[Buffer]:
+    """The object under `key`. Its digest covers key, head and tensors, compressed or not."""
     text = msgspec.json.encode(head, order="deterministic").decode()
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     metadata = {"head": text, "digest": _digest(key, text, arrays)}
-    return messages.encode(arrays, metadata)
+    return messages.encode(arrays, metadata, compression=compression)
 
 
 def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
@@ -50,12 +56,16 @@ def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
     return running.hexdigest()
 
 
-def decode(key: str, data: bytes | None) -> Contribution:
-    """Reads a contribution. Raises Rejection("missing") or Rejection("corrupt")."""
+def decode(key: str, data: bytes | None, *, room: int) -> Contribution:
+    """Reads a contribution. Raises Rejection("missing") or Rejection("corrupt").
+
+    Of a compressed one the tensors take at most `room` bytes (`wire.room`), or it is corrupt: then
+    it was forged, since what was not compressed would be too long for the run's schema.
+    """
     if data is None:
         raise Rejection("missing")
     try:
-        message = messages.decode(data)
+        message = messages.decode(data, room=room)
         text = message.metadata["head"]
         digest = _digest(key, text, message.tensors)
         if message.metadata["digest"] != digest:
@@ -64,6 +74,15 @@ def decode(key: str, data: bytes | None) -> Contribution:
     except (FormatError, KeyError, msgspec.MsgspecError) as error:
         raise Rejection("corrupt") from error
     return Contribution(head, message.tensors, digest)
+
+
+def are_same(key: str, sent: Sequence[Buffer], found: bytes | None, *, room: int) -> bool:
+    """Whether what was found under `key` says what was sent there, compressed or not."""
+    try:
+        mine, theirs = (decode(key, data, room=room) for data in (b"".join(sent), found))
+    except Rejection:
+        return False
+    return mine.sha256 == theirs.sha256
 
 
 def read_head(store: Store, key: str) -> ContributionHead | None:

@@ -10,6 +10,11 @@ The format is read here rather than by the package of that name, whose NumPy loa
 bfloat16 and float8. Bytes come from a mailbox that others write to, so nothing in a header is
 believed: every offset is held against the bytes that are there before an array is made, and a
 header can make the reader allocate no more than a small multiple of its own length.
+
+A tensor may stand there compressed (`compression`): then it is a row of U8 under its own name, and
+the metadata say under `zstd` what it is: `{name: [dtype, shape]}`. Whoever reads such a message
+says how many bytes it may take once it is expanded. Digests are those of the message without
+compression (`plain`), so that they name values, however a node has sent them.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import msgspec
 import numpy as np
 
 from jdiloco.errors import FormatError, UsageError
+from jdiloco.runtime.compression import compressed, expand
 from jdiloco.store.base import Buffer
 from jdiloco.types import TensorSpec
 
@@ -47,6 +53,7 @@ _LENGTH_BYTES = 8
 _FIRST_BYTES = 16 * 2**10  # Read at once of a message whose metadata is wanted: most headers.
 _ALIGNMENT = 64  # What `jax.device_put` wants before it does without a copy.
 _METADATA = "__metadata__"
+_PACKED = "zstd"  # In the metadata: what the compressed tensors are.
 _REPR = reprlib.Repr()
 _REPR.maxstring = 60
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -62,32 +69,55 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
 
 def encode(
-    tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    *,
+    compression: str | None = None,
 ) -> list[memoryview | bytes]:
     """The buffers of a message, to be written one after another.
 
     They show the arrays' own memory: change no array before they are written. Tensors keep the
-    order given and metadata is sorted, so equal inputs give equal bytes.
+    order given and metadata is sorted, so equal inputs give equal bytes. With `compression`
+    "zstd" tensors are compressed where that makes them shorter.
     """
-    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))}
+    if _PACKED in metadata:
+        raise UsageError(f"Metadata cannot have `{_PACKED}`: the format uses that name.")
+    rows: dict[str, tuple[str, Sequence[int], int]] = {}
+    packed: dict[str, tuple[str, Sequence[int]]] = {}
     buffers: list[memoryview | bytes] = []
-    start = 0
     for name, array in tensors.items():
         if name == _METADATA:
             raise UsageError(f"A tensor cannot be called `{_METADATA}`: the format uses that name.")
-        stop = start + array.nbytes
-        entries[name] = {
-            "dtype": _code(name, array.dtype),
-            "shape": array.shape,
-            "data_offsets": (start, stop),
-        }
-        buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        start = stop
-    return [_header(entries), *buffers]
+        rows[name] = (_code(name, array.dtype), array.shape, array.nbytes)
+        whole = np.ascontiguousarray(array)
+        frame = None if compression is None else compressed(whole)
+        if frame is not None:
+            packed[name] = rows[name][:2]
+            rows[name] = (_CODES[np.dtype("u1")], (len(frame),), len(frame))
+        buffers.append(frame or whole.reshape(-1).view(np.uint8).data)
+    said = {_PACKED: _json(packed).decode()} if packed else {}
+    return [_header({**metadata, **said}, rows), *buffers]
 
 
-def decode(data: Buffer) -> Message:
-    """Reads a message. Anything that is not exactly one raises FormatError and says what it is."""
+def decode(data: Buffer, *, room: int = 0) -> Message:
+    """Reads a message. Anything that is not exactly one raises FormatError and says what it is.
+
+    `room` is how many bytes the tensors of a compressed one may take; 0 refuses it.
+    """
+    message = _decode(data)
+    if _PACKED not in message.metadata:
+        return message
+    return _decode(_expanded(message, room))
+
+
+def plain(data: Buffer, *, room: int) -> Buffer:
+    """A message as it is without compression. Errors: `decode`."""
+    message = _decode(data)
+    return data if _PACKED not in message.metadata else _expanded(message, room)
+
+
+def _decode(data: Buffer) -> Message:
+    """Reads a message and leaves its tensors as they are."""
     view = memoryview(data).toreadonly().cast("B")
     header_stop = _header_stop(view)
     entries = _parse(bytes(view[_LENGTH_BYTES:header_stop]))
@@ -153,11 +183,67 @@ def _code(name: str, dtype: np.dtype) -> str:
     return code
 
 
-def _header(entries: dict[str, Any]) -> bytes:
+def _expanded(message: Message, room: int) -> Buffer:
+    """The message that was compressed, once its sizes have been held against the room there is."""
+    metadata = dict(message.metadata)
+    packed = _packed(metadata.pop(_PACKED), message.tensors)
+    rows = {
+        name: (_CODES[dtype], shape, math.prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in packed.items()
+    }
+    total = sum(size for _, _, size in rows.values())
+    if total > room:
+        raise FormatError(
+            f"The tensors take {total} bytes once they are expanded, wanted at most {room}."
+        )
+    header = _header(metadata, rows)
+    whole = bytearray(len(header) + total)
+    whole[: len(header)] = header
+    body, start = np.frombuffer(whole, np.uint8, offset=len(header)), 0
+    for name, (_, _, size) in rows.items():
+        held, into = message.tensors[name].reshape(-1).view(np.uint8), body[start : start + size]
+        if packed[name] == (message.tensors[name].dtype, message.tensors[name].shape):
+            into[...] = held
+        else:
+            expand(held.data, into, packed[name][0].itemsize)
+        start += size
+    return whole
+
+
+def _packed(
+    text: str, tensors: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """What every tensor of a compressed message is once it is expanded, in the order of all."""
+    found = _parse(text.encode())
+    known = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    for name, said in found.items():
+        if name not in known or known[name] != (np.uint8, tensors[name].reshape(-1).shape):
+            raise FormatError(f"{_short(name)} is said to be compressed, and is no row of bytes.")
+        if not isinstance(said, list) or len(said) != 2:
+            raise FormatError(
+                f"{_short(name)} is said to be {_short(said)}, wanted type and shape."
+            )
+        known[name] = (_dtype(name, said[0]), _shape(name, said[1]))
+    return known
+
+
+def _json(entries: Any) -> bytes:
     try:
-        text = msgspec.json.encode(entries)
+        return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
         raise UsageError(f"Names and metadata must be valid Unicode: {error}.") from error
+
+
+def _header(
+    metadata: Mapping[str, str], rows: Mapping[str, tuple[str, Sequence[int], int]]
+) -> bytes:
+    """The header over tensors that follow one another: each its type, shape and bytes."""
+    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))}
+    start = 0
+    for name, (code, shape, size) in rows.items():
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": (start, start + size)}
+        start += size
+    text = _json(entries)
     blanks = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
     length = len(text) + blanks
     if length > HEADER_BYTES_MAX:
@@ -229,12 +315,7 @@ def _layout(name: str, entry: Any) -> _Layout:
     """One row, with the size its offsets span equal to what its shape and dtype need."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise FormatError(f"Tensor {_short(name)} is {_short(entry)}, wanted {sorted(_FIELDS)}.")
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        raise FormatError(
-            f"Tensor {_short(name)} has dtype {_short(entry['dtype'])}; "
-            f"this build reads {', '.join(_DTYPES)}."
-        )
+    dtype = _dtype(name, entry["dtype"])
     shape = _shape(name, entry["shape"])
     span = _naturals(name, "data_offsets", entry["data_offsets"])
     nbytes = math.prod(shape) * dtype.itemsize
@@ -244,6 +325,16 @@ def _layout(name: str, entry: Any) -> _Layout:
             f"{_short(nbytes)} bytes apart, as {entry['dtype']} of shape {_short(shape)} is."
         )
     return _Layout(name, dtype, shape, span[0], span[1])
+
+
+def _dtype(name: str, found: Any) -> np.dtype:
+    dtype = _DTYPES.get(found) if isinstance(found, str) else None
+    if dtype is None:
+        raise FormatError(
+            f"Tensor {_short(name)} has dtype {_short(found)}; "
+            f"this build reads {', '.join(_DTYPES)}."
+        )
+    return dtype
 
 
 def _shape(name: str, found: Any) -> tuple[int, ...]:

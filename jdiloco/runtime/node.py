@@ -51,7 +51,7 @@ from jdiloco.protocol.records import (
 from jdiloco.protocol.resuming import contribution_key
 from jdiloco.protocol.rules import Life, trains
 from jdiloco.protocol.sweep import Shelf
-from jdiloco.runtime import checkpoints, contributions
+from jdiloco.runtime import checkpoints, contributions, wire
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.build import this_build
 from jdiloco.runtime.clock import Clock
@@ -147,6 +147,7 @@ class Node:
         role: str,
         callbacks: Iterable[Callable[[events.Event], None]],
         shelf: Shelf,
+        compression: str | None = None,
     ) -> None:
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
@@ -154,6 +155,7 @@ class Node:
         self._small = small_requests(place.store, place.algorithm.rules().small_seconds)
         self._clock = clock
         self._callbacks = tuple(callbacks)
+        self._compression = compression
         self._inbox: queue.SimpleQueue[fx.Event | None] = queue.SimpleQueue()
         self._progress = collections.deque([("joining", 0, place.chain.round)], maxlen=1)
         self._told = self._progress[-1]
@@ -177,6 +179,7 @@ class Node:
             place.algorithm,
             self._library(),
             self._create_owned,
+            compression=compression,
         )
         self._busy = {name: Busy(clock.now) for name in BLOCKING}
         self._workers = {name: Worker(name, self.halt) for name in WORKERS}
@@ -406,20 +409,33 @@ class Node:
         head, fetch = self._fetches[effect.key.round]
 
         def request() -> fx.Event:
-            self._create_owned(key, self._contribution(key, head, fetch))
+            self._send(key, head, self._contribution(key, head, fetch, self._compression))
             self.landed(head)
             self.emit(_published(head))
             return fx.Uploaded(self._clock.now(), effect.key, True)
 
         self._ask("upload", request, lambda: fx.Uploaded(self._clock.now(), effect.key, False))
 
-    def _contribution(self, key: str, head: ContributionHead, fetch: Fetch) -> Sequence[Buffer]:
+    def _contribution(
+        self, key: str, head: ContributionHead, fetch: Fetch, compression: str | None = None
+    ) -> Sequence[Buffer]:
         """Its bytes; an empty one when the delta cannot be brought to the host."""
         try:
-            return contributions.encode(key, head, fetch())
+            return contributions.encode(key, head, fetch(), compression=compression)
         except Exception:
             logger.exception("the delta of round %d could not be made", head.round)
             return contributions.encode(key, msgspec.structs.replace(head, empty=True), {})
+
+    def _send(self, key: str, head: ContributionHead, data: Sequence[Buffer]) -> None:
+        """A life before this one may have sent it, and compressed it in another way or not."""
+        try:
+            self._create_owned(key, data)
+        except FormatError:
+            found, place = self.place.store.get(key), self.place
+            specs = place.schema.fragment(head.fragment)
+            room = wire.room(specs, place.algorithm.delta_dtype)
+            if not contributions.are_same(key, data, found, room=room):
+                raise
 
     def _forget(self, effect: fx.Forget) -> None:
         self._fetches.pop(effect.round, None)

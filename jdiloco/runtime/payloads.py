@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from jdiloco.errors import FormatError, StoreUnavailable
-from jdiloco.protocol.records import Checkpoint, Payload, RoundRecord, sha256
+from jdiloco.protocol.records import Checkpoint, Payload, RoundRecord
 from jdiloco.runtime import checkpoints, messages
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.schema import Schema
@@ -38,16 +38,21 @@ class Version:
     master: Tensors  # fp32, of bfloat16 and float16 tensors alone.
 
 
-def encode_anchor(values: Tensors) -> Sequence[Buffer]:
+def encode_anchor(values: Tensors, *, compression: str | None = None) -> Sequence[Buffer]:
     """The anchor payload."""
-    return messages.encode(values, {})
+    return messages.encode(values, {}, compression=compression)
 
 
-def encode_outer(momentum: Tensors, master: Mapping[str, np.ndarray | None]) -> Sequence[Buffer]:
+def encode_outer(
+    momentum: Tensors,
+    master: Mapping[str, np.ndarray | None],
+    *,
+    compression: str | None = None,
+) -> Sequence[Buffer]:
     """The outer payload."""
     held = {f"momentum/{name}": array for name, array in momentum.items()}
     wide = {f"master/{name}": array for name, array in master.items() if array is not None}
-    return messages.encode({**held, **wide}, {})
+    return messages.encode({**held, **wide}, {}, compression=compression)
 
 
 def read_anchor(store: Store, record: RoundRecord, specs: Sequence[TensorSpec]) -> Tensors | None:
@@ -64,14 +69,14 @@ def read_outer(
     return None if data is None else decode_outer(data, specs)
 
 
-def decode_anchor(data: bytes, specs: Sequence[TensorSpec]) -> Tensors:
+def decode_anchor(data: Buffer, specs: Sequence[TensorSpec]) -> Tensors:
     """The values in an anchor payload. Raises FormatError unless they are what `specs` say."""
     tensors = messages.decode(data).tensors
     messages.check(tensors, specs)
     return tensors
 
 
-def decode_outer(data: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensors, Tensors]:
+def decode_outer(data: Buffer, specs: Sequence[TensorSpec]) -> tuple[Tensors, Tensors]:
     """Momentum and master in an outer payload. Errors: `decode_anchor`."""
     tensors = messages.decode(data).tensors
     momentum, master = _part(tensors, "momentum/"), _part(tensors, "master/")
@@ -81,20 +86,30 @@ def decode_outer(data: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensors, Ten
     return momentum, master
 
 
-def _read(store: Store, payload: Payload | None) -> bytes | None:
+def _read(store: Store, payload: Payload | None) -> Buffer | None:
     if payload is None or (data := store.get(payload.key)) is None:
         return None
-    if not is_whole(payload, data):
+    if (found := named(payload, data)) is None:
         raise FormatError(
             f"{payload.key!r} holds {len(data)} bytes that do not match what its round's record "
             f"says ({payload.size} bytes, SHA-256 {payload.sha256[:12]}…). It was damaged."
         )
-    return data
+    return found
 
 
-def is_whole(payload: Payload, data: bytes) -> bool:
-    """Whether these are the bytes that a record names."""
-    return (len(data), sha256(data)) == (payload.size, payload.sha256)
+def named(payload: Payload, data: bytes) -> Buffer | None:
+    """The message that a record names, without compression; None when these are other bytes."""
+    if _is_named(payload, data):
+        return data
+    try:
+        found = messages.plain(data, room=payload.size)
+    except FormatError:
+        return None
+    return found if found is not data and _is_named(payload, found) else None
+
+
+def _is_named(payload: Payload, data: Buffer) -> bool:
+    return len(data) == payload.size and messages.digest([data]) == payload.sha256
 
 
 def _part(tensors: Tensors, prefix: str) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from jdiloco.protocol.records import (
 from jdiloco.runtime import contributions, messages, payloads, wire
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
-from jdiloco.runtime.close import FragmentCloser, Measured
+from jdiloco.runtime.close import Closed, FragmentCloser, Measured
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.runtime.payloads import Library, Tensors
 from jdiloco.runtime.schema import Schema
@@ -55,6 +55,8 @@ class RoundCloser:
         algorithm: DiLoCo,
         library: Library,
         send: Callable[[str, Sequence[Buffer]], None],
+        *,
+        compression: str | None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -62,6 +64,7 @@ class RoundCloser:
         self._algorithm = algorithm
         self._library = library
         self._send = send
+        self._compression = compression
         self._closers: dict[int, FragmentCloser] = {}
         self._loaded: dict[int, int] = {}  # The round whose version a fragment's closer holds.
         self._measured: dict[ContributionKey, Measured] = {}
@@ -85,8 +88,9 @@ class RoundCloser:
         name = self._keys.contribution(request.key)
         if request.newer is not None and not self._still_valid(name, request):
             raise Rejection("superseded")
-        found = contributions.decode(name, self._store.get(name))
         specs = self._schema.fragment(request.fragment)
+        room = wire.room(specs, self._algorithm.delta_dtype)
+        found = contributions.decode(name, self._store.get(name), room=room)
         contributions.check(
             found,
             request.key,
@@ -124,18 +128,21 @@ class RoundCloser:
             request.weights,
             final=request.final,
         )
-        sent = {
-            "anchor": payloads.encode_anchor(closed.anchor),
-            "outer": payloads.encode_outer(closed.momentum, closed.master),
-        }
         made = {}
-        for part, buffers in sent.items():
+        for part in ("anchor", "outer"):
             key = self._keys.payload(request.round, request.write_id, part)
-            size = sum(memoryview(buffer).nbytes for buffer in buffers)
-            made[part] = Payload(key, size, messages.digest(buffers))
-            self._send(key, buffers)
+            plain = self._encoded(part, closed, None)
+            size = sum(memoryview(buffer).nbytes for buffer in plain)
+            made[part] = Payload(key, size, messages.digest(plain))
+            packed = self._compression and self._encoded(part, closed, self._compression)
+            self._send(key, packed or plain)
         self._values[request.round] = _copies(closed.anchor)
         return made["anchor"], made["outer"], closed.mean_cosine
+
+    def _encoded(self, part: str, closed: Closed, compression: str | None) -> Sequence[Buffer]:
+        if part == "anchor":
+            return payloads.encode_anchor(closed.anchor, compression=compression)
+        return payloads.encode_outer(closed.momentum, closed.master, compression=compression)
 
     def furthest(self, request: fx.Merge) -> ContributionKey:
         """The longest of the contributions, of equals the first."""

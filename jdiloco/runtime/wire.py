@@ -49,15 +49,25 @@ def outgoing(deltas: Tensors, dtype: str | None) -> Tensors:
 
 def check(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -> None:
     """Raises FormatError naming every tensor of a message that is not as it has to be."""
-    if dtype not in SMALL:
-        messages.check(tensors, specs, dtypes=dtype)
-        return
+    messages.check(tensors, _sent(specs, dtype))
+
+
+def room(specs: Sequence[TensorSpec], dtype: str | None) -> int:
+    """Bytes that the tensors of a message take, as long as nobody compresses them."""
+    return sum(spec.size * np.dtype(spec.dtype).itemsize for spec in _sent(specs, dtype))
+
+
+def _sent(specs: Sequence[TensorSpec], dtype: str | None) -> list[TensorSpec]:
+    """The tensors of a message."""
     wanted = []
     for spec in specs:
+        if dtype not in SMALL:
+            wanted.append(TensorSpec(spec.name, spec.shape, dtype or spec.dtype))
+            continue
         values, scales = wire.shapes(dtype, spec.shape)
         wanted.append(TensorSpec(f"values/{spec.name}", values, _HELD[dtype]))
         wanted.append(TensorSpec(f"scales/{spec.name}", scales, _SCALES))
-    messages.check(tensors, wanted)
+    return wanted
 
 
 def incoming(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -> Tensors:

@@ -95,7 +95,7 @@ def merged_rows(mailbox: Any) -> np.ndarray:
         for who in record.participants:
             key = ContributionKey(record.round, who.node, who.incarnation, who.final)
             name = keys.contribution(key)
-            total -= contributions.decode(name, store.get(name)).tensors["w"]
+            total -= contributions.decode(name, store.get(name), room=0).tensors["w"]
     return np.round(total, 3)
 
 

@@ -26,6 +26,7 @@ from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.lives import Lives
 from jdiloco.runtime.verify.reading import Reader, never
+from jdiloco.store.base import Buffer
 
 TOLERANCE = 1e-6
 """Of a tensor's length: how far two builds may be apart."""
@@ -146,16 +147,21 @@ class Rounds:
             return None
         return self._reader.get(name, lambda walk: _kept(key.round, keep, walk), means)
 
-    def _decoded(self, name: str, data: bytes, key: ContributionKey, version: int) -> Contribution:
-        found = contributions.decode(name, data)
+    def _decoded(
+        self, name: str, data: bytes, key: ContributionKey, version: int | None
+    ) -> Contribution:
+        """Checks all of it; for a version of None it may be against whatever it says itself."""
         fragment = key.round % len(self._settings.schema.plan)
+        specs = self._settings.schema.fragment(fragment)
+        room = wire.room(specs, self._settings.delta_dtype)
+        found = contributions.decode(name, data, room=room)
         contributions.check(
             found,
             key,
             self._reader.keys,
-            self._settings.schema.fragment(fragment),
+            specs,
             fragment=fragment,
-            version=version,
+            version=found.head.version if version is None else version,
             delta_dtype=self._settings.delta_dtype,
         )
         return found
@@ -213,8 +219,7 @@ class Rounds:
         if data is None:
             return
         try:
-            found = contributions.decode(name, data)
-            self._decoded(name, data, key, found.head.version)
+            self._decoded(name, data, key, None)
         except Rejection as rejection:
             if rejection.reason in ("corrupt", "schema"):
                 self._reader.wrong(name, f"reads as {_said(rejection)}", means)
@@ -232,8 +237,8 @@ class Rounds:
         if version is not None:
             self.load(record.fragment, record.round, version)
 
-    def _payload(self, record: RoundRecord, payload: Payload) -> bytes | None:
-        """The bytes that a record names."""
+    def _payload(self, record: RoundRecord, payload: Payload) -> Buffer | None:
+        """The message that a record names, without compression."""
 
         def rule(walk: Walk) -> bool:
             return record.round in walk.heads or record.round > walk.covered
@@ -242,8 +247,10 @@ class Rounds:
             return None
         means = self._means(record)
         data = self._reader.get(payload.key, rule, means)
-        if data is None or payloads.is_whole(payload, data):
-            return data
+        if data is None:
+            return None
+        if (found := payloads.named(payload, data)) is not None:
+            return found
         what = f"holds {len(data)} bytes that are not those its record names ({payload.size} bytes)"
         self._reader.wrong(payload.key, what, means)
         return None
@@ -260,7 +267,7 @@ class Rounds:
             f"or align with it before the next one ({where})."
         )
 
-    def _version(self, record: RoundRecord, anchor: bytes, outer: bytes) -> Version | None:
+    def _version(self, record: RoundRecord, anchor: Buffer, outer: Buffer) -> Version | None:
         specs = self._settings.schema.fragment(record.fragment)
         try:
             return Version(
