@@ -24,8 +24,9 @@ from jdiloco.protocol import joining, lives, member
 from jdiloco.protocol.keys import Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.protocol.rules import ROLES, closes, share, trains
-from jdiloco.runtime import packing, private, signals
+from jdiloco.runtime import backends, packing, private, signals
 from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.backends import Backend
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.compression import check_compression
@@ -101,6 +102,9 @@ class Session:
         on with that at `session.position`.
       poll_interval: seconds between two looks at the mailbox. Costs one listing each; a quarter of
         the beat interval or less.
+      backend: how this node uses its devices: "cpu", "gpu" or "tpu", of which None takes the one
+        that the parameters lie on, or a `jdiloco.runtime.backends.Backend`. On a GPU or TPU anchors
+        are kept in pinned memory of the host. A node's own affair, like its devices.
       compression: "zstd" has this node compress what it sends, without loss and beside training; a
         node reads what others send whatever they chose. Saves 10 to 30 % of the bytes, for a
         second of one core a gigabyte or some: for lines that are slow or cost money.
@@ -123,6 +127,7 @@ class Session:
         node_id: str | None = None,
         ranks: int | None = None,
         poll_interval: float = 1.0,
+        backend: Backend | str | None = None,
         compression: str | None = None,
         callbacks: Iterable[Callback] = (log_events,),
         leave_with_run: bool = False,
@@ -157,6 +162,7 @@ class Session:
         self._schema = Schema((), ())  # The run's, once it is found.
         if self._brings_model:
             self._schema = Schema.of(self._holder.specs, algorithm)
+        self._backend = backends.chosen(backend, self._tensors())
         self._stop_signal: int | None = None
         self._open = contextlib.ExitStack()
         self._entered = self._left = False
@@ -236,6 +242,11 @@ class Session:
         """The parameters as they were saved, as new arrays, where those of the session are."""
         whole = packing.unpack("params", saved.params, self._holder.whole(self._params))
         return self._holder.with_whole(self._params, whole)
+
+    def _tensors(self) -> tuple[Any, ...]:
+        """What this node trains of the parameters it was given."""
+        names = [spec.name for spec in self._holder.specs]
+        return self._holder.get(self._params, names) if self._brings_model else ()
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
@@ -429,6 +440,7 @@ class Session:
             self._holder,
             self._clock,
             newest,
+            backend=self._backend,
             check_stop=self._check_stop,
             saved=self._saved.kept if self._saved else None,
         )
@@ -495,7 +507,7 @@ class Session:
             node=self._node_id,
             host=socket.gethostname(),
             process=os.getpid(),
-            backend=jax.default_backend(),
+            backend=self._backend.name,
             nonce=self._clock.fresh(),
         )
 

@@ -4,6 +4,7 @@
     algorithm      the settings of a run, as a user writes them
     schema         the tensors of a model and the fragment plan
     parameters     where a user's tensors are, by name
+    backends       what depends on the kind of device: where anchors live, how deltas leave
     messages       safetensors, read without believing a header
     contributions  a delta as an object, and the checks it must pass
     payloads       what a round committed, as objects

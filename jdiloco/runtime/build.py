@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import platform
 
-import jax
 from jaxlib import version as jaxlib_version
 
 from jdiloco.protocol.records import Build
+from jdiloco.runtime.backends import host_device
 
 
 def this_build() -> Build:
     """The fingerprint of where rounds are closed here: always on the host's CPU."""
-    device = jax.devices("cpu")[0]
+    device = host_device()
     return Build(
         platform=device.platform,
         device_kind=device.device_kind,

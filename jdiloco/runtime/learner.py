@@ -6,7 +6,7 @@ result to a library thread, which waits for it.
 
 Two rules keep the user's arrays the user's: anchors and aligned leaves are copies, never the same
 buffer; and an aligned leaf copies dtype, sharding and committedness of the leaf it replaces in that
-same call, so the user's step does not compile again.
+same call, so the user's step does not compile again. Anchors lie where the node's backend says.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from jdiloco.protocol.resuming import Private
 from jdiloco.protocol.waste import Waste
 from jdiloco.runtime import alignment, messages, wire
 from jdiloco.runtime.alignment import Leaves
+from jdiloco.runtime.backends import Backend
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
-from jdiloco.runtime.parameters import Holder, in_reach, placed
+from jdiloco.runtime.parameters import Holder, computable, placed
 from jdiloco.runtime.payloads import Tensors
 from jdiloco.runtime.private import Kept
 from jdiloco.runtime.standing import much_dropped
@@ -76,6 +77,7 @@ class Learner:
         clock: Clock,
         values: Mapping[str, np.ndarray],
         *,
+        backend: Backend,
         check_stop: Callable[[], None],
         saved: Kept | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class Learner:
         self._node = node
         self._holder = holder
         self._clock = clock
+        self._backend = backend
         self._check_stop = check_stop
         self._names = place.schema.plan
         self._wire = place.algorithm.delta_dtype
@@ -163,7 +166,8 @@ class Learner:
             self._anchors.append(())
             params = self._take_up(params, index)
             leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
-            jax.block_until_ready(_subtracted(self._anchors[index], leaves, self._subtracted_as))
+            delta = _subtracted(self._anchors[index], leaves, dtype=self._subtracted_as)
+            jax.block_until_ready(delta)
             alignment.prepare(self._alignment, leaves, self._anchors[index])
         self._send_again()
         self._saved = None
@@ -179,7 +183,7 @@ class Learner:
             return self._replace(params, index)
         names = self._names[index]
         leaves = self._holder.get(params, names)
-        self._anchors[index] = self._copies(names, leaves)
+        self._anchors[index] = self._anchored(names, leaves)
         then = self._saved.then
         if all(name in then for name in names):
             pairs = zip(names, leaves, strict=True)
@@ -434,7 +438,8 @@ class Learner:
         if not snapshot.empty:
             leaves = tuple(map(_on_device, self._holder.get(params, names)))
             anchors = self._near(snapshot.fragment, leaves)
-            delta = _subtracted(anchors, leaves, self._subtracted_as)
+            delta = _subtracted(anchors, leaves, dtype=self._subtracted_as)
+            self._backend.start_for_host(delta)
             if needs_snapshot(self._alignment):
                 self._snapshots[snapshot.fragment] = alignment.snapshot(leaves)
 
@@ -451,8 +456,8 @@ class Learner:
     def _near(self, fragment: int, leaves: Leaves) -> Leaves:
         """The anchors, moved when the parameters have been, by the user or by his compiler."""
         anchors = self._anchors[fragment]
-        if any(a.sharding != leaf.sharding for a, leaf in zip(anchors, leaves, strict=True)):
-            anchors = self._copies(self._names[fragment], leaves)
+        if not all(map(self._backend.is_anchor_of, anchors, leaves)):
+            anchors = self._anchored(self._names[fragment], leaves)
             self._anchors[fragment] = anchors
         return anchors
 
@@ -546,7 +551,7 @@ class Learner:
         index, names = align.fragment, self._names[align.fragment]
         leaves = self._holder.get(params, names)
         since = self._snapshots[index] if align.from_snapshot else self._anchors[index]
-        self._anchors[index] = self._copies(names, leaves)
+        self._anchors[index] = self._anchored(names, leaves)
         fresh = alignment.aligned(align.how, leaves, since, self._anchors[index])
         return self._holder.put(params, dict(zip(names, fresh, strict=True)))
 
@@ -554,7 +559,7 @@ class Learner:
         """Puts the newest committed values of a fragment into anchor and parameters."""
         names = self._names[fragment]
         leaves = self._holder.get(params, names)
-        self._anchors[fragment] = self._copies(names, leaves)
+        self._anchors[fragment] = self._anchored(names, leaves)
         fresh = self._copies(names, leaves)
         return self._holder.put(params, dict(zip(names, fresh, strict=True)))
 
@@ -563,6 +568,11 @@ class Learner:
         return tuple(
             placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)
         )
+
+    def _anchored(self, names: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
+        """The committed values, each where the backend wants the anchor of its leaf."""
+        values = [self._values[name] for name in names]
+        return tuple(map(self._backend.anchor, values, leaves))
 
     def emit(self, event: events.Event) -> None:
         """Hands an event to the callbacks."""
@@ -641,13 +651,10 @@ def _dropped(node: str, drop: Drop) -> events.Dropped:
     )
 
 
-def _subtracted(anchors: Leaves, leaves: Leaves, dtype: str | None) -> Leaves:
-    return _delta(tuple(map(in_reach, anchors)), tuple(map(in_reach, leaves)), dtype=dtype)
-
-
 @functools.partial(jax.jit, static_argnames="dtype")
-def _delta(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
-    pairs = zip(anchors, leaves, strict=True)
+def _subtracted(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
+    """The deltas of a fragment, on the device, wherever anchors and parameters are kept."""
+    pairs = zip(map(computable, anchors), map(computable, leaves), strict=True)
     return tuple(subtracted(anchor, leaf, dtype) for anchor, leaf in pairs)
 
 

@@ -134,6 +134,8 @@ def moved(array: jax.Array, like: jax.Array) -> jax.Array:
     """`array`, or a copy placed as `like`: a user or his compiler may move parameters any time."""
     if (array.sharding, array.committed) == (like.sharding, like.committed):
         return array
+    if like.committed:
+        return jax.device_put(array, like.sharding)
     return placed(jax.device_get(array), like)
 
 
@@ -143,3 +145,9 @@ def in_reach(array: jax.Array) -> jax.Array:
     if array.sharding.memory_kind in (None, default):
         return array
     return jax.device_put(array, array.sharding.with_memory_kind(default))
+
+
+def computable(x: jax.Array) -> jax.Array:
+    """Within a program: `x` in the memory that it computes in, whichever it was passed in."""
+    here = jax.memory.Space.Device
+    return x if jax.typeof(x).memory_space == here else jax.device_put(x, here)

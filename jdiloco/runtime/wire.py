@@ -7,16 +7,15 @@ first CPU device, whatever the user's parameters lie on.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdiloco.algo import wire
 from jdiloco.algo.wire import SMALL, Small
 from jdiloco.runtime import messages
+from jdiloco.runtime.backends import on_host
 from jdiloco.types import TensorSpec
 
 Tensors = Mapping[str, np.ndarray]
@@ -39,7 +38,7 @@ def outgoing(deltas: Tensors, dtype: str | None) -> Tensors:
     """The tensors of a message. `deltas` are in the type of `subtracted_as`."""
     if dtype not in SMALL:
         return deltas
-    with _on_the_host():
+    with on_host():
         small = {name: wire.encode(jnp.asarray(array), dtype) for name, array in deltas.items()}
         return {
             **{f"values/{name}": np.asarray(found.values) for name, found in small.items()},
@@ -74,7 +73,7 @@ def incoming(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -
     """The deltas by path name, of a message that has passed `check`."""
     if dtype not in SMALL:
         return tensors
-    with _on_the_host():
+    with on_host():
         return {
             spec.name: np.asarray(
                 wire.decode(
@@ -85,15 +84,3 @@ def incoming(tensors: Tensors, specs: Sequence[TensorSpec], dtype: str | None) -
             )
             for spec in specs
         }
-
-
-@contextlib.contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Whatever the user has configured: NaN is a value here, and arrays come and go."""
-    with (
-        jax.default_device(jax.devices("cpu")[0]),
-        jax.transfer_guard("allow"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-    ):
-        yield

@@ -21,6 +21,7 @@ from jdiloco.algo.merges import (
 )
 from jdiloco.algo.sums import STACKED
 from jdiloco.errors import OutOfRange, UsageError
+from jdiloco.runtime.backends import on_host
 from jdiloco.runtime.close import kernels
 from jdiloco.runtime.close.layout import ROW, Block, lay_out
 from jdiloco.runtime.close.received import Staging, Window, common_dtype, window
@@ -114,7 +115,7 @@ class FragmentCloser:
             for spec in specs
         }
         u = None if self._held is None else self._held.u
-        with kernels.on_host():
+        with on_host(), jax.enable_x64(True):
             self._held = _Held(
                 self._whole(masters, "float32"),
                 self._whole(momentum or {}, "float32"),
@@ -127,7 +128,7 @@ class FragmentCloser:
     def state(self) -> Closed:
         """What is held now, as views; see `Closed`. A mean cosine of 1 stands in for none."""
         assert self._held is not None, "`load` comes before `state`"
-        with kernels.on_host():
+        with on_host(), jax.enable_x64(True):
             return self._closed(self._held, 1.0)
 
     def _of(self, dtype: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -157,7 +158,7 @@ class FragmentCloser:
             shown = windows[-1] or self._staging.gather(block, tensors, dtype, slot)
             return kernels.squares(*shown, block.valid)
 
-        with kernels.on_host():
+        with on_host(), jax.enable_x64(True):
             self._each_block(start, lambda block, rows: block.add_rows(sums, rows))
         norms = np.sqrt(sums[:-1])
         return Measured(tensors, tuple(windows), norms, bool(np.isfinite(norms).all()))
@@ -179,7 +180,7 @@ class FragmentCloser:
         shares = np.array([weight / total for weight in weights])
         norms = np.stack([one.norms for one in contributions])
         coefficients = shares[:, None] / np.where(self._direct, 1.0, np.maximum(norms, FLOOR))
-        with kernels.on_host():
+        with on_host(), jax.enable_x64(True):
             u_norms = self._combine(held, contributions, coefficients)
             self._merge_own(held, contributions, shares)
             scale = self._scale(shares @ norms, u_norms)

@@ -14,7 +14,6 @@ element by element alike: XLA then writes it to memory. That is why each slice r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -27,23 +26,6 @@ from jdiloco.runtime.close.layout import ROW
 LANES = 16
 ALIGNMENT = 64
 """JAX reads a NumPy array in place if its address is a multiple of this, and else copies it."""
-
-
-@contextlib.contextmanager
-def on_host():
-    """The settings under which every program here is traced and called.
-
-    They hold for the calling thread alone and end with the block: whatever the user configured,
-    float64 exists, arrays live on the first CPU device, and NaN is a value.
-    """
-    with (
-        jax.enable_x64(True),
-        jax.default_device(jax.devices("cpu")[0]),
-        jax.transfer_guard("allow"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-    ):
-        yield
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
