@@ -571,6 +571,26 @@ def test_a_run_that_closes_more_slowly_than_it_trains_says_how_many_fragments_wo
     assert state.slow
 
 
+def test_the_wait_for_a_closer_that_died_is_not_taken_for_a_wait_for_learners():
+    """It would be seconds in an average of moments, and leave nothing for the grace window."""
+
+    def quorum_wait(closer: str) -> float | None:
+        names = (beat("b", 1), reported("a"), reported("b"))
+
+        def claims_too(effect: fx.Effect, now: float) -> fx.Event | None:
+            if isinstance(effect, fx.MakeClaim):
+                return fx.ClaimRead(now, effect.round, effect.number, effect.data)
+            return only()(effect, now)
+
+        world = World(start(closer=closer), listing(*names, but=claims_too))
+        world.run(RULES.lease_seconds + 4 * POLL)
+        data = next(e.data for _, e in world.asked if isinstance(e, fx.WriteRecord))
+        return unseal(KEYS.record(0), data, RoundRecord).timing.quorum
+
+    assert quorum_wait(closer="a") == pytest.approx(0.0, abs=2 * POLL)
+    assert quorum_wait(closer="b") is None
+
+
 def test_a_round_closes_when_its_time_is_over_though_nothing_else_happens():
     """B44: two of three have reported, the third is silent, and no message comes any more."""
     state = start(quorum_size=3, round_seconds=5.0, grace_seconds=0.0)

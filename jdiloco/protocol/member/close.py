@@ -182,7 +182,8 @@ def _timing(state: MemberState, closing: Closing) -> Timing:
         step = mix(step, sum(paces) / len(paces), count=closing.round + 1)
     waits = state.waits
     quorum = timing.quorum
-    if waits.closable is not None:
+    # A round that somebody took over waited for its closer, not for its learners.
+    if waits.closable is not None and not closing.claims:
         quorum = mix(quorum, waits.closable - waits.opened, count=closing.round)
     return Timing(step=step, quorum=quorum, commit=timing.commit)
 
