@@ -586,7 +586,7 @@ FAULTS: list[Any] = [
     (blending_shrinks_once_for_each_version, sleepers_that_blend, 5, {"S7"}),
     (not_finite_is_merged, drawn, 10, {"S8"}),
     (drops_are_silent, drawn, 10, {"S7"}),
-    (an_outage_counts_as_age, an_outage, 1, {"L2"}),
+    (an_outage_counts_as_age, an_outage, 6, {"L2"}),
     (a_hung_learner_is_waited_for, a_hung_learner, 1, {"L1"}),
     (rounds_are_due_by_the_first_step, a_late_joiner, 1, {"L1"}),
     (claims_never_come, drawn, 10, {"L1"}),

@@ -17,6 +17,7 @@ from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
 from jdiloco.protocol.lives import Birth
 from jdiloco.protocol.records import Build, ContributionHead, Manifest, RoundRecord, unseal
 from jdiloco.protocol.rules import trains
+from jdiloco.protocol.sweep import Shelf
 from jdiloco.protocol.work import View, view
 from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate.closer import (
@@ -47,6 +48,7 @@ class Control:
         *,
         birth: Birth,
         chain: Chain,
+        old: Shelf,
         write: Callable[[Entry], None],
     ) -> None:
         self.to_learner = Slot()  # See ToLearner.
@@ -72,6 +74,7 @@ class Control:
             build=BUILD,
             now=process.now,
             beat=birth.beat,
+            shelf=old,
         )
         self._closer = Closer(mailbox, self.state.keys, process, plan)
         self._small, self._upload, self._close, self._deliver, self._save = (

@@ -146,6 +146,7 @@ class Node(Process):
             chain, held = (yield from self._perform(read)), []
         else:
             chain, held = yield from self._newest(manifest, data, birth.listed)
+        old = yield from self._perform(joining.find_old(keys, chain.read, birth.listed))
         life = birth.life
         control = Control(
             self,
@@ -154,6 +155,7 @@ class Node(Process):
             self.plan,
             birth=birth,
             chain=chain,
+            old=old,
             write=self._write,
         )
         self._control = control
