@@ -90,6 +90,28 @@ def test_a_run_that_cannot_publish_says_so(part):
         step_until(s, s.params, lambda: seen.of(events.Committed))
 
 
+def test_no_node_goes_on_from_a_round_whose_record_could_not_be_written():
+    """B38: anchors, versions and hashes stay as they were, and the next attempt commits once."""
+    outage, seen = Outage("/log/0000000/0000000000.0", "create"), Recorder()
+    store = FaultyStore(memory(), outage)
+    settings = algorithm(sync_every=2, fragments=1, in_flight=1)
+    with session(vector(1.0), settings, store, callbacks=(seen,)) as s:
+        outage.on = True
+        step_until(s, s.params, lambda: _tries(store, outage.part) >= 3)
+        assert not records(store.inner)
+        assert not seen.of(events.Committed)
+        assert not seen.of(events.Aligned)
+        assert digest(load(store.inner, like=vector(0.0))) == digest(vector(1.0))
+        outage.on = False
+        step_until(s, s.params, lambda: seen.of(events.Aligned))
+    assert [record.version for record in records(store.inner)][:1] == [1]
+    assert [event.round for event in seen.of(events.Committed)].count(0) == 1
+
+
+def _tries(store: FaultyStore, part: str) -> int:
+    return sum(call.verb == "create" and part in call.key for call in list(store.calls))
+
+
 def test_lost_answers_change_nothing():
     """Every third request is carried out and its answer lost; each round is committed once."""
 
