@@ -83,13 +83,16 @@ class Desk:
     def over(self, *, stay: bool, stuck: bool = False) -> bool:
         """Nothing is left for this node; with `stay`, none that it might have to take over.
 
+        A tally in which this node holds what it no longer has in hand is older than that was said:
+        a unit that it gave back may be free.
+
         `stuck`: nothing has been committed for so long that nobody seems to close rounds. Then what
         it has trained last cannot be published, and two that wait for each other's would for ever.
         """
         tally = self.tally
         if tally is None or tally.free:
             return False
-        return stuck if self.pieces else not (stay and tally.held)
+        return stuck if self.pieces else not (tally.mine or (stay and tally.held))
 
     def recall(self) -> None:
         """Gives everything back that is not ended, as soon as it may."""

@@ -9,6 +9,7 @@ import pytest
 
 from jdiloco.errors import FormatError, RunConfigMismatch, StoreUnavailable
 from jdiloco.protocol import joining, work
+from jdiloco.protocol.desk import Desk
 from jdiloco.protocol.joining import Look, Steps, Waiting
 from jdiloco.protocol.keys import BeatKey, ContributionKey, Keys, Pool, UnitKey
 from jdiloco.protocol.records import (
@@ -484,3 +485,25 @@ def test_a_mark_of_an_older_claim_changes_nothing():
     assert take(store, C) == Held(1, 1, 0)
     Driver(store).run(claims(A).complete(Held(0, 1, 0), 9))
     assert take(store, C, ended=[B, C]) == Held(0, 3, 4)
+
+
+# What is in hand
+
+
+def test_a_node_does_not_end_on_a_tally_older_than_what_it_gave_back():
+    """Found by a simulated run: it left with the unit free, which nobody else was there to take."""
+    desk, mine, driver = Desk(POOL), claims(A), Driver(mailbox())
+    for _ in range(POOL.count):
+        assert desk.ask()
+        desk.answered(driver.run(mine.take()))
+        assert (piece := desk.next()) is not None
+    before = driver.run(mine.take())
+    assert before == Tally(free=0, held=0, mine=POOL.count, done=0)
+    desk.recall()
+    for piece in list(desk.pieces):
+        driver.run(mine.give_back(piece.held, piece.trained))
+        desk.marked(piece)
+    desk.answered(before)
+    assert not desk.over(stay=True)
+    desk.answered(driver.run(mine.take()))
+    assert desk.ready
