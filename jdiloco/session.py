@@ -43,6 +43,8 @@ from jdiloco.runtime.syncer import Syncer
 from jdiloco.runtime.work import Work
 from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
+from jdiloco.store.counting import CountingStore
+from jdiloco.types import Spent
 
 LEAVE_SECONDS = 2.0
 """How long a node that is told to stop tries to say that it leaves."""
@@ -167,6 +169,7 @@ class Session:
         self._open = contextlib.ExitStack()
         self._entered = self._left = False
         self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
+        self._counting: CountingStore | None = None
         self._node: Node | None = None
         self._learner: Learner | None = None
         self._work: Work | None = None
@@ -337,9 +340,10 @@ class Session:
     # Joining
 
     def _join(self, scratch: Path) -> None:
-        store = open_store(self._mailbox)
-        if isinstance(store, FolderStore):
-            store.prepare()
+        opened = open_store(self._mailbox)
+        if isinstance(opened, FolderStore):
+            opened.prepare()
+        self._counting = store = CountingStore(opened)
         performer = Performer(
             store,
             self._clock,
@@ -390,6 +394,7 @@ class Session:
             callbacks=self._callbacks,
             shelf=old,
             compression=self._compression,
+            spent=self._spent,
         )
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
@@ -601,7 +606,11 @@ class Session:
         if self._node is None:
             raise UsageError("The session has not been entered. Use it in a `with` statement.")
         state = self._learner.state if self._learner is not None else None
-        return standing(self._node.state, state)
+        return standing(self._node.state, state, self._spent())
+
+    def _spent(self) -> Spent:
+        """What this node has asked of the store."""
+        return Spent() if self._counting is None else self._counting.spent
 
     @property
     def batch_size(self) -> int | None:

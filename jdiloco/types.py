@@ -39,6 +39,26 @@ class TensorSpec(msgspec.Struct, frozen=True, order=True):
         return self.size * DTYPE_BYTES[self.dtype]
 
 
+class Spent(msgspec.Struct, frozen=True, array_like=True):
+    """What somebody has asked of a store: requests by verb, and bytes."""
+
+    creates: int = 0
+    gets: int = 0
+    lists: int = 0
+    deletes: int = 0
+    sent: int = 0  # Bytes of objects.
+    received: int = 0  # Bytes of objects, and of the keys in listings.
+
+    @property
+    def requests(self) -> int:
+        """Of all verbs."""
+        return self.creates + self.gets + self.lists + self.deletes
+
+    def __add__(self, other: Spent) -> Spent:
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return Spent(*(mine + theirs for mine, theirs in pairs))
+
+
 class Counters(msgspec.Struct, frozen=True):
     """Steps and samples trained; of one fragment since its last alignment unless said otherwise."""
 

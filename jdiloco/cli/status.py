@@ -6,12 +6,13 @@ import sys
 from collections.abc import Mapping
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jdiloco.runtime import spending
 from jdiloco.runtime.status import Commit, NodeStatus, Samples, Status, read_status
+from jdiloco.types import Spent
 
 SETTINGS = (
     "merge",
@@ -51,7 +52,17 @@ def to_json(status: Status) -> str:
             "processed": samples.processed,
             "share_dropped": samples.share_dropped,
         }
+        told["spent"] = _figures(source.spent)
     return msgspec.json.encode(plain).decode()
+
+
+def _figures(spent: Spent | None) -> dict[str, float] | None:
+    """With what Amazon would charge (`spending.PRICES`), in dollars."""
+    return spent and {
+        **msgspec.structs.asdict(spent),
+        "requests_dollars": spending.requests_dollars(spent),
+        "transfer_dollars": spending.transfer_dollars(spent),
+    }
 
 
 def show(status: Status, console: Console) -> None:
@@ -69,9 +80,12 @@ def show(status: Status, console: Console) -> None:
     if status.newest is not None:
         console.print(Text(_newest(status.newest)))
     console.print(Text(_next(status)))
-    console.print(_table(status))
+    console.print(_lives(status))
+    console.print(_samples(status))
     console.print(Text(_ledger(status.samples), "red" if _many(status.samples) else ""))
+    console.print(_spending(status))
     console.print(Text(_stored(status)))
+    console.print(Text(_dollars(status)))
     if status.waited:
         return
     beat = float(str(status.settings.get("beat_seconds", 10)))
@@ -134,33 +148,58 @@ def _next(status: Status) -> str:
     )
 
 
-def _table(status: Status) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("node", "state"):
-        table.add_column(heading)
-    for heading in ("step", "next", "rounds", "rejected"):
-        table.add_column(heading, justify="right")
-    for heading in ("processed", "merged", "dropped", "pending"):
-        table.add_column(heading, justify="right")
-    for node in status.nodes:
-        table.add_row(*_row(node))
+def _table(*columns: str, left: int) -> Table:
+    """A table of nodes. Only ids are folded where the screen is narrow; `left` columns are text."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=" ")
+    table.add_column("node", overflow="fold")
+    for index, heading in enumerate(columns, 1):
+        table.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
     return table
 
 
-def _row(node: NodeStatus) -> list[Text]:
-    samples = node.samples
-    share = f"{samples.dropped_total:,.0f} ({samples.share_dropped:.0%})"
-    lives = f" ({node.lives} lives)" if node.lives > 1 else ""
+def _lives(status: Status) -> Table:
+    table = _table("state", "lives", "step", "next", "rounds", "rejected", left=2)
+    for node in status.nodes:
+        table.add_row(
+            node.node,
+            Text(_state(node), COLOURS[node.alive]),
+            str(node.lives),
+            *("-" if value is None else str(value) for value in (node.step, node.next_round)),
+            str(node.rounds),
+            str(node.rejected),
+        )
+    return table
+
+
+def _samples(status: Status) -> Table:
+    table = _table("processed", "merged", "dropped", "pending", left=1)
+    for node in status.nodes:
+        samples = node.samples
+        share = f"{samples.dropped_total:,.0f} ({samples.share_dropped:.0%})"
+        table.add_row(
+            node.node,
+            f"{samples.processed:,.0f}",
+            f"{samples.merged:,.0f}",
+            Text(share, "red" if _many(samples) else ""),
+            f"{samples.pending:,.0f}",
+        )
+    return table
+
+
+def _spending(status: Status) -> Table:
+    table = _table("writes", "reads", "lists", "sent", "received", "requests $", left=1)
+    for node in status.nodes:
+        spent = node.spent
+        table.add_row(node.node, *(_spent(spent) if spent else "------"))
+    return table
+
+
+def _spent(spent: Spent) -> list[str]:
     return [
-        Text(f"{node.node}{lives}"),
-        Text(_state(node), COLOURS[node.alive]),
-        *(Text("-" if value is None else str(value)) for value in (node.step, node.next_round)),
-        Text(str(node.rounds)),
-        Text(str(node.rejected)),
-        Text(f"{samples.processed:,.0f}"),
-        Text(f"{samples.merged:,.0f}"),
-        Text(share, "red" if _many(samples) else ""),
-        Text(f"{samples.pending:,.0f}"),
+        *(f"{count:,}" for count in (spent.creates, spent.gets, spent.lists)),
+        _size(spent.sent),
+        _size(spent.received),
+        f"{spending.requests_dollars(spent):.4f}",
     ]
 
 
@@ -192,6 +231,20 @@ def _stored(status: Status) -> str:
         f"{kind} {count} ({_size(held)})" for kind, (count, held) in status.stored.items()
     )
     return f"mailbox: {objects:,} objects, {_size(size)}: {kinds}"
+
+
+def _dollars(status: Status) -> str:
+    spent, stored = status.spent, sum(size for _, size in status.stored.values())
+    unknown = [node.node for node in status.nodes if node.spent is None]
+    missing = f" Nothing is known of {', '.join(unknown)}." if unknown else ""
+    return (
+        f"What Amazon would charge, an estimate: {spending.requests_dollars(spent):.2f} $ for "
+        f"{spent.requests:,} requests, as far as nodes have said, "
+        f"{spending.transfer_dollars(spent):.2f} $ for what nodes outside the bucket's region "
+        f"would have received ({_size(spent.received)}), and "
+        f"{spending.storage_dollars(stored):.2f} $ a month for what lies there now. "
+        f"Prices: {spending.PRICES}.{missing}"
+    )
 
 
 def _size(size: float) -> str:

@@ -188,6 +188,7 @@ def _participants(closing: Closing) -> tuple[Participant, ...]:
             sha256=report.sha256,
             final=report.key.final,
             work=report.head.work,
+            spent=report.head.spent,
         )
         for report in closing.merging
         if report.head is not None

@@ -7,7 +7,7 @@
 | `{run}/log/{g}/{r}.0` | round record | contested |
 | `{run}/log/{g}/{r}.1.{n:03}` | n-th claim on the closing of a round | contested |
 | `{run}/log/{g}/{r}.2.{node}.{inc}[.f]` | contribution; `.f`: the node is leaving | owned |
-| `{run}/log/live/{node}.{inc}.{beat:08}.{phase}.{step}.{next}` | beat, empty body | owned |
+| `{run}/log/live/{node}.{inc}.{beat:08}.{phase}.{step}.{next}` | beat, body: an account | owned |
 | `{run}/data/{r}.{write id}.{anchor,outer}` | payload of one attempt to close a round | owned |
 | `{run}/save/{r}.{node}.{inc}/…` | files of a run checkpoint | owned |
 | `{run}/node/{node}.{inc}` | incarnation | contested |

@@ -36,7 +36,7 @@ from jdiloco.protocol.fragment import Align, Drop, FragmentTraining, News, Outst
 from jdiloco.protocol.records import ContributionHead, Covered, Ledger, RoundRecord
 from jdiloco.protocol.rules import Life, Rules
 from jdiloco.protocol.schedule import fragment_of, gap
-from jdiloco.types import Counters
+from jdiloco.types import Counters, Spent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,6 +257,7 @@ def head_of(
     *,
     step_seconds: float | None = None,
     work: tuple[Covered, ...] = (),
+    spent: Spent | None = None,
 ) -> ContributionHead:
     """What the contribution of a snapshot says of itself."""
     return ContributionHead(
@@ -273,6 +274,7 @@ def head_of(
         final=snapshot.final,
         empty=snapshot.empty,
         work=work,
+        spent=spent,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jdiloco.errors import FormatError
-from jdiloco.types import Counters, TensorSpec
+from jdiloco.types import Counters, Spent, TensorSpec
 
 FORMAT = 1
 """Raised when a build can no longer read what an older one wrote."""
@@ -104,6 +104,7 @@ class ContributionHead(msgspec.Struct, frozen=True):
     final: bool = False  # The node is leaving.
     empty: bool = False  # The delta could not be made; there are no tensors.
     work: tuple[Covered, ...] = ()  # Claimed units it covers.
+    spent: Spent | None = None  # What this life had asked of the store.
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -134,6 +135,12 @@ class Manifest(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint
     closer: str  # Of round 0; "" when its creator closes none: whoever can may take it.
     write_id: str
+
+
+class Account(msgspec.Struct, frozen=True):
+    """The body of a beat, for whoever pays the bill: what counts for the run is in its key."""
+
+    spent: Spent  # By this life, before this beat.
 
 
 class Incarnation(msgspec.Struct, frozen=True):
@@ -190,6 +197,7 @@ class Participant(msgspec.Struct, frozen=True):
     sha256: str  # Of the contribution's key, head and tensors.
     final: bool = False
     work: tuple[Covered, ...] = ()
+    spent: Spent | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True):

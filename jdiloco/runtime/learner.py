@@ -525,6 +525,7 @@ class Learner:
             self._node.place.manifest.run,
             step_seconds=self._step_seconds,
             work=self.shared.cover(),
+            spent=self._node.spent(),
         )
 
     def _align(self, params: Any, align: Align, values: Tensors) -> Any:

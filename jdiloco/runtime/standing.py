@@ -12,6 +12,7 @@ from jdiloco.protocol.member import MemberState
 from jdiloco.protocol.records import Ledger, RoundRecord
 from jdiloco.protocol.tally import Totals
 from jdiloco.protocol.waste import Waste
+from jdiloco.types import Spent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Standing:
     dropped: Mapping[str, float]  # By reason.
     pending: float
     totals: Totals  # Of all learners, by the records that this node has read.
+    spent: Spent  # What this node has asked of the store, in this life.
 
     @property
     def together(self) -> bool:
@@ -51,7 +53,7 @@ class Standing:
         return bool(self.merged_with)
 
 
-def standing(state: MemberState, learner: LearnerState | None) -> Standing:
+def standing(state: MemberState, learner: LearnerState | None, spent: Spent) -> Standing:
     """What a member, and its learner if there is one, know at this moment."""
     chain, me, verdict = state.chain, state.me, state.verdict
     heads = [record for record in chain.records if record is not None]
@@ -83,6 +85,7 @@ def standing(state: MemberState, learner: LearnerState | None) -> Standing:
         dropped=ledger.dropped,
         pending=ledger.pending,
         totals=tally.totals(state.tally, len(chain.versions)),
+        spent=spent,
     )
 
 

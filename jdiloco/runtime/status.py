@@ -21,8 +21,10 @@ from jdiloco.protocol.rules import Life
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import Stock, find_run, newest_beats, read_records, take_stock
 from jdiloco.runtime.payloads import Patient
+from jdiloco.runtime.spending import read_accounts
 from jdiloco.store import open_store
 from jdiloco.store.base import Store
+from jdiloco.types import Spent
 
 WAITS = (0.1, 0.3, 1.0)
 """Seconds between the tries of a request that the store does not answer."""
@@ -86,6 +88,7 @@ class NodeStatus:
     rejected: int  # Contributions.
     samples: Samples
     waiting: tuple[int, ...]  # Rounds without a record to which it has reported.
+    spent: Spent | None  # As far as its lives have said (`spending`).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,7 @@ class Status:
     nodes: tuple[NodeStatus, ...]
     samples: Samples  # Of all nodes.
     stored: Mapping[str, tuple[int, int]]  # Objects and bytes by kind.
+    spent: Spent  # By all nodes, as far as they have said.
     waited: float  # Seconds between the two looks; 0 after a single one.
 
 
@@ -149,6 +153,8 @@ def read_status(
     told = _Told(manifest)
     for record in read_records(store, keys, sorted(stock.records)):
         told.take(record)
+    for life, spent in read_accounts(store, stock, keys).items():
+        told.spent[life] = spent  # Newer than any record.
     nodes = _nodes(stock, told, before, looked_twice=wait > 0)
     return Status(
         url=store.url,
@@ -170,6 +176,7 @@ def read_status(
         nodes=nodes,
         samples=sum((node.samples for node in nodes), Samples()),
         stored=stock.bytes_by_kind(),
+        spent=sum((node.spent for node in nodes if node.spent), Spent()),
         waited=wait,
     )
 
@@ -187,6 +194,7 @@ class _Told:
         self.taken: collections.Counter[str] = collections.Counter()  # Rounds by node.
         self.refused: collections.Counter[str] = collections.Counter()
         self.ledgers: dict[Life, dict[int, Ledger]] = collections.defaultdict(dict)
+        self.spent: dict[Life, Spent] = {}
 
     @property
     def mean(self) -> float:
@@ -207,11 +215,18 @@ class _Told:
         for who in record.participants:
             ledger = who.ledger.merge(who.counters.samples)
             self.ledgers[Life(who.node, who.incarnation)][record.fragment] = ledger
+            if who.spent is not None:
+                self.spent[Life(who.node, who.incarnation)] = who.spent
 
     def samples(self, node: str) -> Samples:
         """Of all lives of a node."""
         found = [_mean(held.values()) for life, held in self.ledgers.items() if life.node == node]
         return sum(found, Samples())
+
+    def spent_by(self, node: str) -> Spent | None:
+        """By all lives of a node that have said."""
+        found = [spent for life, spent in self.spent.items() if life.node == node]
+        return sum(found, Spent()) if found else None
 
 
 def _mean(ledgers: Iterable[Ledger]) -> Samples:
@@ -228,7 +243,11 @@ def _mean(ledgers: Iterable[Ledger]) -> Samples:
 
 
 def _nodes(
-    stock: Stock, told: _Told, before: tuple[BeatKey, ...], *, looked_twice: bool
+    stock: Stock,
+    told: _Told,
+    before: tuple[BeatKey, ...],
+    *,
+    looked_twice: bool,
 ) -> tuple[NodeStatus, ...]:
     newest = {beat.node: beat for beat in newest_beats(stock.beats)}
     older = {beat.node: beat for beat in newest_beats(before)}
@@ -251,6 +270,7 @@ def _nodes(
                 for key in stock.contributions
                 if key.node == name and key.round >= told.rounds
             ),
+            spent=told.spent_by(name),
         )
         for name in names
     )

@@ -1,4 +1,4 @@
-"""Stores that misbehave on request, and one that counts.
+"""Stores that misbehave on request.
 
     store = FaultyStore(MemoryStore(), {3: LOSE_ANSWER, 5: FAIL})
 
@@ -12,6 +12,7 @@ chance in here. Requests count from 1, over all verbs, in the order in which the
 from __future__ import annotations
 
 import builtins
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -19,8 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from jdiloco.errors import StoreUnavailable
-from jdiloco.store.arguments import as_views
-from jdiloco.store.base import Buffer, Entry, Store
+from jdiloco.store.base import Buffer, Entry, Store, small_requests
 
 T = TypeVar("T")
 
@@ -83,15 +83,22 @@ class Crashed(BaseException):
 
 
 class FaultyStore:
-    """`inner`, but for what `script` orders. `calls` holds every request so far, in order."""
+    """`inner`, but for what `script` orders. `calls` holds every request so far, in order.
+
+    Small requests that go their own way (`within`) are counted and broken with all others.
+    """
 
     def __init__(self, inner: Store, script: Script) -> None:
         self.inner = inner
         self.calls: builtins.list[Call] = []
         self._script = script
-        self._lock = threading.Lock()
-        self._crashed = False
-        self._hidden: builtins.list[_Hidden] = []
+        self._process = _Process()
+
+    def within(self, seconds: float) -> FaultyStore:
+        """See `Bounded.within`."""
+        small = copy.copy(self)
+        small.inner = small_requests(self.inner, seconds)
+        return small
 
     @property
     def url(self) -> str:
@@ -101,7 +108,7 @@ class FaultyStore:
     @property
     def crashed(self) -> bool:
         """Whether the process that uses this store has died."""
-        return self._crashed
+        return self._process.crashed
 
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
         """See `Store.create`."""
@@ -140,8 +147,8 @@ class FaultyStore:
 
     def _next(self, verb: str, key: str) -> Fault | None:
         """Counts the request, asks the script about it and does what comes before the request."""
-        with self._lock:
-            if self._crashed:
+        with self._process.lock:
+            if self._process.crashed:
                 raise Crashed("This process died at an earlier request.")
             call = Call(len(self.calls) + 1, verb, key)
             self.calls.append(call)
@@ -165,25 +172,34 @@ class FaultyStore:
         return answer
 
     def _crash(self) -> None:
-        self._crashed = True
+        self._process.crashed = True
         raise Crashed("This process was made to die.")
 
     def _hide(self, hides: Callable[[str], bool], lists: int) -> None:
-        with self._lock:
-            self._hidden.append(_Hidden(hides, lists))
+        with self._process.lock:
+            self._process.hidden.append(_Hidden(hides, lists))
 
     def _count_listing(self) -> Sequence[_Hidden]:
         """What is hidden from the listing being answered; counts it against each."""
-        with self._lock:
-            hiding = self._hidden
+        with self._process.lock:
+            hiding = self._process.hidden
             left = [_Hidden(hidden.hides, hidden.lists - 1) for hidden in hiding]
-            self._hidden = [hidden for hidden in left if hidden.lists > 0]
+            self._process.hidden = [hidden for hidden in left if hidden.lists > 0]
         return hiding
 
 
 class _Hidden(msgspec.Struct, frozen=True):
     hides: Callable[[str], bool]
     lists: int
+
+
+class _Process:
+    """What all ways to one faulty store share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.crashed = False
+        self.hidden: list[_Hidden] = []
 
 
 def crash_after(requests: int) -> Script:
@@ -233,77 +249,3 @@ def crash_prefixes(
         yield len(store.calls), store.inner
         return
     raise AssertionError(f"the program had not ended after {requests_max} requests")
-
-
-class Tally(msgspec.Struct):
-    """What went through one verb."""
-
-    requests: int = 0
-    keys: int = 0  # Created, found, listed, or asked to be deleted.
-    bytes: int = 0  # Bodies sent or received; of listings the keys.
-
-
-class CountingStore:
-    """`inner`, with `tallies` of what went through each verb. A request that raises counts too."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-        self.tallies: dict[str, Tally] = {}
-        self._lock = threading.Lock()
-        self.reset()
-
-    @property
-    def url(self) -> str:
-        """That of the store within."""
-        return self.inner.url
-
-    @property
-    def requests(self) -> int:
-        """Requests of all verbs."""
-        return sum(tally.requests for tally in self.tallies.values())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all verbs."""
-        return sum(tally.bytes for tally in self.tallies.values())
-
-    def reset(self) -> None:
-        """Starts counting from nothing; `tallies` handed out before stay as they are."""
-        with self._lock:
-            self.tallies = {verb: Tally() for verb in ("create", "get", "list", "delete")}
-
-    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
-        """See `Store.create`."""
-        views = as_views(data)
-        self._count("create", requests=1, bytes=sum(view.nbytes for view in views))
-        created = self.inner.create(key, views)
-        self._count("create", keys=int(created))
-        return created
-
-    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> builtins.bytes | None:
-        """See `Store.get`."""
-        self._count("get", requests=1)
-        body = self.inner.get(key, start=start, stop=stop)
-        if body is not None:
-            self._count("get", keys=1, bytes=len(body))
-        return body
-
-    def list(self, prefix: str, *, after: str = "") -> builtins.list[Entry]:
-        """See `Store.list`."""
-        self._count("list", requests=1)
-        rows = self.inner.list(prefix, after=after)
-        self._count("list", keys=len(rows), bytes=sum(len(row.key) for row in rows))
-        return rows
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
-        doomed = builtins.list(keys)
-        self._count("delete", requests=1, keys=len(doomed))
-        self.inner.delete(doomed)
-
-    def _count(self, verb: str, *, requests: int = 0, keys: int = 0, bytes: int = 0) -> None:
-        with self._lock:
-            tally = self.tallies[verb]
-            tally.requests += requests
-            tally.keys += keys
-            tally.bytes += bytes

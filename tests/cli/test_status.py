@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from jdiloco import cli, events
 from jdiloco.cli.status import show, to_json
 from jdiloco.protocol.keys import MANIFEST
+from jdiloco.runtime import spending
 from jdiloco.runtime.status import Samples, read_status
 from jdiloco.store import FolderStore, MemoryStore
 from tests.runtime.mailboxes import (
@@ -156,7 +158,7 @@ def test_status_fits_one_screen(rda):
     console = Console(width=120, record=True, file=io.StringIO())
     show(read_status(mailbox(rda)), console)
     text = console.export_text()
-    assert len(text.splitlines()) <= 24
+    assert len(text.splitlines()) <= 30
     for said in (
         "131 parameters",
         "2 fragments",
@@ -169,6 +171,37 @@ def test_status_fits_one_screen(rda):
     assert "3 nodes" not in text
 
 
+LONG = "a-host-with-a-name-of-24-5f2a9c01"
+
+
+def test_status_can_be_read_on_80_columns(rda):
+    """No heading and no figure is cut; only an id that is too long goes on in the next line."""
+    status = read_status(mailbox(rda))
+    nodes = tuple(dataclasses.replace(node, node=f"{LONG}-{node.node}") for node in status.nodes)
+    console = Console(width=80, record=True, file=io.StringIO())
+    show(dataclasses.replace(status, nodes=nodes), console)
+    text = console.export_text()
+    assert "…" not in text
+    for heading in [
+        "state",
+        "lives",
+        "step",
+        "next",
+        "rounds",
+        "rejected",
+        "processed",
+        "merged",
+        "dropped",
+    ]:
+        assert f" {heading}" in text
+    lives = ("state", "lives", "step", "next", "rounds", "rejected")
+    samples = ("processed", "merged", "dropped", "pending")
+    for heading in (*lives, *samples, "writes", "reads", "lists", "sent", "received", "requests $"):
+        assert f" {heading}" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "What Amazon would charge" in text
+
+
 def test_status_as_json_is_one_object_with_every_figure(rda):
     status = read_status(mailbox(rda))
     found = json.loads(to_json(status))
@@ -176,6 +209,10 @@ def test_status_as_json_is_one_object_with_every_figure(rda):
     assert found["nodes"][0]["samples"]["processed"] == status.nodes[0].samples.processed
     assert found["samples"]["share_dropped"] == status.samples.share_dropped
     assert found["newest"]["participants"]
+    spent = status.nodes[0].spent
+    assert spent is not None
+    assert found["nodes"][0]["spent"]["creates"] == spent.creates > 0
+    assert found["spent"]["requests_dollars"] == spending.requests_dollars(status.spent) > 0
 
 
 def test_the_commands_answer_with_their_exit_status(rda, tmp_path, monkeypatch, capsys):

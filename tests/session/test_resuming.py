@@ -86,7 +86,7 @@ def going_on(s: Session) -> Program:
 
 def kill(s: Session) -> None:
     """The process is gone: it says nothing and writes nothing more."""
-    node_of(s).place.store.dead = True  # pyright: ignore[reportAttributeAccessIssue]
+    node_of(s).place.store.inner.dead = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Mortal(jdiloco.store.MemoryStore):

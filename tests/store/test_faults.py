@@ -1,3 +1,4 @@
+import copy
 import itertools
 import threading
 
@@ -6,6 +7,7 @@ import pytest
 
 from jdiloco.errors import StoreUnavailable
 from jdiloco.store import FolderStore, MemoryStore, Store
+from jdiloco.store.counting import CountingStore, Tally
 from jdiloco.testing.conformance import StoreConformance, in_threads
 from jdiloco.testing.faults import (
     CRASH,
@@ -14,16 +16,15 @@ from jdiloco.testing.faults import (
     LOSE_ANSWER,
     SAY_TAKEN,
     Call,
-    CountingStore,
     Crash,
     Crashed,
     FaultyStore,
     Hide,
-    Tally,
     crash_after,
     crash_after_writes,
     crash_prefixes,
 )
+from jdiloco.types import Spent
 
 names = itertools.count()
 VERBS = {
@@ -300,14 +301,52 @@ def test_requests_keys_and_bytes_are_counted_per_verb():
     assert (store.requests, store.bytes) == (7, 22)
 
 
-def test_counting_starts_again_and_earlier_counts_stay_as_they_were():
-    store = CountingStore(MemoryStore())
-    store.create("k", b"1")
-    before = store.tallies
-    store.reset()
-    store.get("k")
-    assert (before["create"].requests, before["get"].requests) == (1, 0)
-    assert (store.tallies["create"].requests, store.tallies["get"].requests) == (0, 1)
+def limits(*stores):
+    return tuple(getattr(store.inner, "limit", None) for store in stores)
+
+
+class TwoWays(MemoryStore):
+    """A store with a way of its own for small requests."""
+
+    limit: float | None = None
+
+    def within(self, seconds):
+        small = copy.copy(self)
+        small.limit = seconds
+        return small
+
+
+def test_small_requests_go_their_own_way_and_are_counted_with_all_others():
+    store = CountingStore(TwoWays())
+    small = store.within(2.5)
+    assert limits(store, small) == (None, 2.5)
+    store.create("k", b"123")
+    small.get("k")
+    assert (store.requests, small.requests) == (2, 2)
+    assert store.spent == Spent(creates=1, gets=1, sent=3, received=3)
+
+
+def test_small_requests_go_their_own_way_and_are_broken_with_all_others():
+    store = FaultyStore(TwoWays(), {2: Hide(lists=2), 3: LOSE_ANSWER, 5: CRASH})
+    small = store.within(2.5)
+    assert limits(store, small) == (None, 2.5)
+    store.create("a", b"1")
+    store.create("b", b"1")
+    with pytest.raises(StoreUnavailable):
+        small.get("a")
+    assert keys(small) == ["a"]
+    with pytest.raises(Crashed):
+        small.get("a")
+    assert store.crashed
+    with pytest.raises(Crashed):
+        store.get("a")
+    assert [call.verb for call in store.calls] == ["create", "create", "get", "list", "get"]
+
+
+def test_a_store_that_has_one_way_is_wrapped_as_it_is():
+    inner = MemoryStore()
+    assert FaultyStore(inner, {}).within(1.0).inner is inner
+    assert CountingStore(inner).within(1.0).inner is inner
 
 
 def test_a_request_that_gets_no_answer_is_counted_too(inner):

@@ -4,8 +4,9 @@ import pytest
 
 from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.store import MemoryStore, create_contested, create_owned
+from jdiloco.store.counting import CountingStore
 from jdiloco.store.settle import TAIL_BYTES
-from jdiloco.testing.faults import FAIL, LOSE_ANSWER, SAY_TAKEN, CountingStore, FaultyStore
+from jdiloco.testing.faults import FAIL, LOSE_ANSWER, SAY_TAKEN, FaultyStore
 
 OURS, RIVAL = b"write id 1: ours", b"write id 2: the rival's"
 WAITS = (1.0, 2.0)  # Three tries: at most a create and a get each.

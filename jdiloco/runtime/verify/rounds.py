@@ -382,7 +382,7 @@ def _kept(round: int, keep_rounds: int, walk: Walk) -> bool:
 
 def _differences(found: Contribution, who: Participant) -> str:
     """In what a contribution differs from what its record says of it."""
-    fields = ("counters", "ledger", "position", "work", "final")
+    fields = ("counters", "ledger", "position", "work", "final", "spent")
     wrong = [name for name in fields if getattr(found.head, name) != getattr(who, name)]
     if found.sha256 != who.sha256:
         wrong.append("its digest")

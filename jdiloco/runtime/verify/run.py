@@ -15,6 +15,7 @@ from jdiloco.algo.merges import Merge
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import (
+    Account,
     Build,
     Checkpoint,
     Manifest,
@@ -29,7 +30,7 @@ from jdiloco.runtime.payloads import Patient
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.verify.chain import Made, Walk
 from jdiloco.runtime.verify.lives import Claims, Lives
-from jdiloco.runtime.verify.reading import Progress, Reader, always, unsealed
+from jdiloco.runtime.verify.reading import Progress, Reader, always, never, unsealed
 from jdiloco.runtime.verify.report import Finding, Remark, Report, Stretch
 from jdiloco.runtime.verify.rounds import GONE, Kept, Rounds, Settings
 from jdiloco.runtime.verify.saved import Saved
@@ -262,7 +263,8 @@ class _Verification:
 
     def _check_names(self) -> None:
         stock, reader = self._reader.stock, self._reader
-        for key in (*stock.of("beat"), *stock.of("creating"), *stock.of("arrival")):
+        self._check_beats()
+        for key in (*stock.of("creating"), *stock.of("arrival")):
             reader.took(0)
             if stock.sizes[key]:
                 what = f"holds {stock.sizes[key]} bytes; its name is all that it should be"
@@ -281,6 +283,16 @@ class _Verification:
         self._remark_on(strays, "written by an attempt that came second: no record names its bytes")
         hidden = [key for r, key in settled if r in unread]
         self._remark_on(hidden, "cannot be checked, as the record of its round cannot be read")
+
+    def _check_beats(self) -> None:
+        """What counts is in their names; what they say beside that is for `status` alone."""
+        for key in self._reader.stock.of("beat"):
+            if not self._reader.stock.sizes[key]:
+                self._reader.took(0)
+                continue
+            means = "It counts all the same; `status` does not know what its node spent."
+            if (data := self._reader.get(key, never, means)) is not None:
+                unsealed(self._reader, key, data, Account, means)
 
     def _remark_on(self, keys: Sequence[str], what: str) -> None:
         if keys:
