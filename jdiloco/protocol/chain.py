@@ -159,7 +159,7 @@ def compose(
         base=chain.bases[index],
         participants=_participants(closing),
         rejected=tuple(
-            Rejected(r.key.node, r.key.incarnation, r.rejected, r.key.final)
+            Rejected(r.key.node, r.key.incarnation, r.rejected, r.key.final, r.parts)
             for r in closing.rejected
         ),
         expected=expected,
@@ -189,6 +189,7 @@ def _participants(closing: Closing) -> tuple[Participant, ...]:
             final=report.key.final,
             work=report.head.work,
             spent=report.head.spent,
+            parts=report.parts,
         )
         for report in closing.merging
         if report.head is not None

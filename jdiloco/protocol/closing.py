@@ -54,6 +54,7 @@ class Report:
     weight: float = 0.0
     sha256: str = ""
     rejected: str = ""  # One of `records.REJECTIONS`, once rejected.
+    parts: int = 0  # Objects that hold its tensors, beside its own.
 
     @property
     def life(self) -> Life:
@@ -167,7 +168,9 @@ def merging(closing: Closing, attempt: int) -> Closing:
 def refused(closing: Closing, culprit: ContributionKey) -> Closing:
     """An accepted contribution with which the committed values would not be finite."""
     reports = tuple(
-        Report(report.key, asked=True, rejected="nonfinite") if report.key == culprit else report
+        replace(report, head=None, weight=0.0, sha256="", rejected="nonfinite")
+        if report.key == culprit
+        else report
         for report in closing.reports
     )
     return replace(closing, reports=reports)

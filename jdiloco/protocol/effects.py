@@ -81,6 +81,7 @@ class Examined(Event):
     weight: float = 0.0
     sha256: str = ""
     rejected: str = ""
+    parts: int = 0  # Objects that hold its tensors, beside its own.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

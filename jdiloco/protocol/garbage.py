@@ -7,6 +7,7 @@ everything once the last node is gone. This is for that, at any time, by any num
 * what `sweep` takes: contributions `keep_rounds` after their record, payloads that two named
   checkpoints cover unless they are of a fragment's newest version, checkpoints before the second
   newest that records name;
+* parts of contributions as old as that, also of such as never came to be;
 * payloads of attempts that lost: their round has a record, and it does not name them;
 * checkpoints older than the newest named one that no record can name any more;
 * beats that newer ones of their node have replaced, and the last of a node that is gone, if it has
@@ -72,7 +73,7 @@ def garbage(seen: Seen, keys: Keys, rules: Rules) -> Garbage:
     logged = tuple(name for name in swept if name.startswith(keys.log))
     return {
         "creating": _given_up(seen),
-        "contribution": logged,
+        "contribution": (*logged, *_old_parts(seen, keys, rules)),
         "beat": _stale_beats(beats, seen.silent, keys, seen.chain.named),
         "payload": tuple(sorted({*swept, *lost} - {*logged})),
         "checkpoint": (
@@ -107,6 +108,13 @@ def _swept(
     )
     _, doomed, prefixes = sweep.sweep(shelf, keys, rules, round=chain.read, heads=chain.heads)
     return doomed, prefixes
+
+
+def _old_parts(seen: Seen, keys: Keys, rules: Rules) -> list[str]:
+    """Parts of contributions that are garbage themselves, or never came to be."""
+    parsed = [(keys.parse_part(key), key) for key in seen.listed]
+    last = seen.chain.read - rules.keep_rounds
+    return [key for part, key in parsed if part is not None and part.round < last]
 
 
 def _payloads(seen: Seen, keys: Keys) -> list[tuple[int, str]]:

@@ -9,6 +9,7 @@
 | `{run}/log/{g}/{r}.2.{node}.{inc}[.f]` | contribution; `.f`: the node is leaving | owned |
 | `{run}/log/live/{node}.{inc}.{beat:08}.{phase}.{step}.{next}` | beat, body: an account | owned |
 | `{run}/data/{r}.{write id}.{anchor,outer}` | payload of one attempt to close a round | owned |
+| `{run}/data/{r}.{node}.{inc}.part.{n:04}.{sha256}` | a part of a pod's contribution | owned |
 | `{run}/save/{r}.{node}.{inc}/…` | files of a run checkpoint | owned |
 | `{run}/node/{node}.{inc}` | incarnation | contested |
 | `{run}/unit/{queue}/{unit}.{n:03}` | n-th claim on a unit of work | contested |
@@ -123,6 +124,17 @@ class UnitKey:
     mark: str = ""  # One of MARKS.
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class PartKey:
+    """One process of a pod has sent its share of the pod's contribution to a round."""
+
+    round: int
+    node: str
+    incarnation: int
+    process: int
+    sha256: str  # Of the object, in hexadecimal.
+
+
 LogKey = RecordKey | ClaimKey | ContributionKey | BeatKey
 
 _NODE = rf"(?P<node>{NODE_ID.pattern})"
@@ -138,6 +150,10 @@ _UNIT = re.compile(r"(?P<unit>[0-9]{4,18})\.(?P<claim>[0-9]{3,18})(?:\.(?P<mark>
 _PAYLOAD = re.compile(
     rf"(?P<round>[0-9]{{10}})\.(?P<write>{_NODE}\.[0-9]{{4,18}}\.[0-9]{{4,18}})"
     r"\.(?P<part>anchor|outer)"
+)
+_PART = re.compile(
+    rf"(?P<round>[0-9]{{10}})\.{_NODE}\.(?P<inc>[0-9]{{4,18}})"
+    r"\.part\.(?P<process>[0-9]{4,18})\.(?P<sha256>[0-9a-f]{64})"
 )
 _INCARNATION = re.compile(rf"{_NODE}\.(?P<inc>[0-9]{{4,18}})")
 
@@ -179,6 +195,22 @@ class Keys:
         top, _, name = key.rpartition("/")
         match = _PAYLOAD.fullmatch(name) if top == f"{self.run}/data" else None
         return None if match is None else (int(match["round"]), match["write"], match["part"])
+
+    def parts(self, round: int, node: str, incarnation: int) -> str:
+        """The prefix of the parts of a pod's contribution."""
+        return f"{self.run}/data/{round:010}.{node}.{incarnation:04}.part."
+
+    def part(self, key: PartKey) -> str:
+        return f"{self.parts(key.round, key.node, key.incarnation)}{key.process:04}.{key.sha256}"
+
+    def parse_part(self, key: str) -> PartKey | None:
+        """Reads the key of a part; None for anything else."""
+        match = _PART.fullmatch(key.removeprefix(f"{self.run}/data/"))
+        if match is None:
+            return None
+        numbers = (int(match["inc"]), int(match["process"]))
+        found = PartKey(int(match["round"]), match["node"], *numbers, match["sha256"])
+        return found if self.part(found) == key else None
 
     def checkpoint(self, round: int, node: str, incarnation: int, number: int) -> str:
         """The prefix of a run checkpoint; `number` counts this incarnation's tries."""

@@ -88,6 +88,15 @@ class Covered(msgspec.Struct, frozen=True):
     batches: int  # From the unit's start.
 
 
+class Payload(msgspec.Struct, frozen=True):
+    """An object that another one names. Size and digests are those it has without compression."""
+
+    key: str
+    size: int  # Bytes.
+    sha256: str
+    header: str = ""  # SHA-256 of its header, where that holds hashes of what follows.
+
+
 class ContributionHead(msgspec.Struct, frozen=True):
     """What a contribution says of itself, beside its tensors."""
 
@@ -105,14 +114,7 @@ class ContributionHead(msgspec.Struct, frozen=True):
     empty: bool = False  # The delta could not be made; there are no tensors.
     work: tuple[Covered, ...] = ()  # Claimed units it covers.
     spent: Spent | None = None  # What this life had asked of the store.
-
-
-class Payload(msgspec.Struct, frozen=True):
-    """An object that a record names. Size and digest are those it has without compression."""
-
-    key: str
-    size: int  # Bytes.
-    sha256: str
+    parts: tuple[Payload, ...] = ()  # Of a pod: where its tensors are, a part for each process.
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -198,6 +200,7 @@ class Participant(msgspec.Struct, frozen=True):
     final: bool = False
     work: tuple[Covered, ...] = ()
     spent: Spent | None = None
+    parts: int = 0  # Objects beside the contribution's own that held its tensors.
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -207,6 +210,7 @@ class Rejected(msgspec.Struct, frozen=True):
     incarnation: int
     reason: str  # One of REJECTIONS.
     final: bool = False
+    parts: int = 0  # As of a participant, as far as it could be read.
 
 
 class Timing(msgspec.Struct, frozen=True):

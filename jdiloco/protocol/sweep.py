@@ -1,6 +1,6 @@
 """What may be removed, and by whom.
 
-* A contribution goes `keep_rounds` rounds after the record of its round.
+* A contribution goes `keep_rounds` rounds after the record of its round, and its parts with it.
 * A payload goes once two named checkpoints cover its round and its fragment has a newer version, a
   checkpoint once two newer are named.
 * Beats: all but the newest of a life, and all of a life that ended, `in_flight + 1` rounds later.
@@ -39,6 +39,7 @@ class Shelf:
     """What this node has seen in the mailbox that will be garbage one day."""
 
     contributions: tuple[ContributionKey, ...] = ()
+    in_parts: frozenset[ContributionKey] = frozenset()  # Those of pods.
     payloads: tuple[tuple[int, str], ...] = ()  # Round, key.
     checkpoints: tuple[Checkpoint, ...] = ()  # Named ones, oldest first.
     strays: tuple[tuple[int, str], ...] = ()  # Round and prefix of checkpoints found at joining.
@@ -49,12 +50,14 @@ def shelve(shelf: Shelf, record: RoundRecord) -> Shelf:
     """Notes what a record names."""
     reports = (*record.participants, *record.rejected)
     keys = [ContributionKey(record.round, r.node, r.incarnation, r.final) for r in reports]
+    in_parts = {key for key, report in zip(keys, reports, strict=True) if report.parts}
     payloads = [(record.round, p.key) for p in (record.anchor, record.outer) if p is not None]
     known = {checkpoint.prefix for checkpoint in shelf.checkpoints}
     new = () if record.checkpoint.prefix in known else (record.checkpoint,)
     return replace(
         shelf,
         contributions=(*shelf.contributions, *keys),
+        in_parts=shelf.in_parts | in_parts,
         payloads=(*shelf.payloads, *payloads),
         checkpoints=(*shelf.checkpoints, *new),
     )
@@ -63,7 +66,7 @@ def shelve(shelf: Shelf, record: RoundRecord) -> Shelf:
 def sweep(
     shelf: Shelf, keys: Keys, rules: Rules, *, round: int, heads: tuple[int, ...]
 ) -> tuple[Shelf, tuple[str, ...], tuple[str, ...]]:
-    """Takes what is garbage once `round` has a record: keys, and prefixes of old checkpoints.
+    """Takes what is garbage once `round` has a record: keys, and prefixes of parts and checkpoints.
 
     `heads` made the fragments' newest versions. Their payloads stay though checkpoints cover them:
     a learner that is about to align would otherwise have to read a whole checkpoint.
@@ -75,15 +78,17 @@ def sweep(
     kept = {checkpoint.prefix for checkpoint in shelf.checkpoints[-2:]}
     strays = [(r, prefix) for r, prefix in shelf.strays if r < covered and prefix not in kept]
     prefixes = tuple(f"{p}/" for p in dict.fromkeys([*named, *(prefix for _, prefix in strays)]))
+    parts = [keys.parts(k.round, k.node, k.incarnation) for k in old if k in shelf.in_parts]
     shelf = replace(
         shelf,
         contributions=tuple(key for key in shelf.contributions if key not in set(old)),
+        in_parts=shelf.in_parts - set(old),
         payloads=tuple(item for item in shelf.payloads if item not in set(gone)),
         checkpoints=shelf.checkpoints[-2:],
         strays=tuple(item for item in shelf.strays if item not in set(strays)),
     )
     doomed = (*(keys.contribution(key) for key in old), *(key for _, key in gone))
-    return shelf, doomed, prefixes
+    return shelf, doomed, (*parts, *prefixes)
 
 
 def stale_beats(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import ContributionKey, Keys
-from jdiloco.protocol.records import ContributionHead
+from jdiloco.protocol.records import ContributionHead, Payload
 from jdiloco.runtime import messages, wire
+from jdiloco.runtime.pods.parts import Misfit, assembled
 from jdiloco.store.base import Buffer, Store
 from jdiloco.types import Counters, TensorSpec
 
@@ -33,6 +34,7 @@ class Rejection(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.parts = 0  # Objects that it had beside its own.
 
 
 def encode(
@@ -108,8 +110,12 @@ def check(
     fragment: int,
     version: int,
     delta_dtype: str | None,
-) -> None:
-    """Raises Rejection unless the contribution belongs into this round; looks at no values."""
+    part: Callable[[Payload], bytes | None] = lambda part: None,
+) -> Contribution:
+    """The contribution with its tensors, which of a pod are in parts that `part` reads.
+
+    Raises Rejection unless it belongs into this round; looks at no values.
+    """
     head = found.head
     said = (head.run, head.node, head.incarnation, head.final)
     if said != (keys.run, key.node, key.incarnation, key.final):
@@ -122,9 +128,16 @@ def check(
     if not head.counters.steps <= head.position <= COUNT_MAX:
         raise Rejection("counters")
     try:
+        if head.parts:
+            prefix = keys.parts(key.round, key.node, key.incarnation)
+            tensors = assembled(head.parts, prefix, specs, delta_dtype, part)
+            found = dataclasses.replace(found, tensors={**found.tensors, **tensors})
         wire.check(found.tensors, specs, delta_dtype)
+    except Misfit as error:
+        raise Rejection(error.reason) from error
     except FormatError as error:
         raise Rejection("schema") from error
+    return found
 
 
 def check_counters(counters: Counters) -> None:

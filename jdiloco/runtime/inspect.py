@@ -15,6 +15,7 @@ from jdiloco.protocol.keys import (
     ClaimKey,
     ContributionKey,
     Keys,
+    PartKey,
     Pool,
     RecordKey,
     UnitKey,
@@ -29,6 +30,7 @@ KINDS = (
     "record",
     "claim",
     "contribution",
+    "part",
     "beat",
     "payload",
     "checkpoint",
@@ -124,6 +126,7 @@ class Stock:
     records: frozenset[int]
     claims: tuple[ClaimKey, ...]
     contributions: tuple[ContributionKey, ...]
+    parts: tuple[PartKey, ...]  # Of contributions of pods.
     beats: tuple[BeatKey, ...]
     incarnations: tuple[tuple[str, int], ...]
     payloads: tuple[tuple[int, str], ...]  # Round and key.
@@ -156,6 +159,7 @@ def take_stock(listed: Iterable[Entry], keys: Keys) -> Stock:
         records=frozenset(key.round for key in parts["record"]),
         claims=tuple(parts["claim"]),
         contributions=tuple(parts["contribution"]),
+        parts=tuple(parts["part"]),
         beats=tuple(parts["beat"]),
         incarnations=tuple(parts["incarnation"]),
         payloads=tuple(parts["payload"]),
@@ -189,6 +193,8 @@ def _kind(key: str, keys: Keys) -> tuple[str, object]:
     if (round := keys.round_of(key)) is not None:
         if keys.parse_payload(key) is not None:
             return "payload", (round, key)
+        if (part := keys.parse_part(key)) is not None:
+            return "part", part
         if key.startswith(keys.saves) and key.count("/") >= 3:
             return "checkpoint", (round, key)
     return "foreign", None

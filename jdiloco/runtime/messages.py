@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -49,11 +49,15 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
+CHUNK_BYTES = 2**20
+"""How many bytes of tensors one hash in a header covers, where it holds hashes."""
+
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 16 * 2**10  # Read at once of a message whose metadata is wanted: most headers.
 _ALIGNMENT = 64  # What `jax.device_put` wants before it does without a copy.
 _METADATA = "__metadata__"
 _PACKED = "zstd"  # In the metadata: what the compressed tensors are.
+_CHUNKS = "chunks"
 _REPR = reprlib.Repr()
 _REPR.maxstring = 60
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -66,6 +70,32 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
     metadata: dict[str, str]
     tensors: dict[str, np.ndarray]  # In the order of their bytes.
+
+
+def encode_hashed(
+    tensors: Mapping[str, np.ndarray], *, compression: str | None = None
+) -> list[memoryview | bytes]:
+    """A message whose header holds the SHA-256 of every stretch of tensor bytes.
+
+    So whoever knows the header can read a part of it and see that it is sound; not so of one that
+    is compressed, of which the hashes are those it has without compression.
+    """
+    hashes = " ".join(_chunk_digests(encode(tensors, {})[1:]))
+    return encode(tensors, {_CHUNKS: hashes}, compression=compression)
+
+
+def _chunk_digests(buffers: Iterable[memoryview | bytes]) -> Iterator[str]:
+    running, room = hashlib.sha256(), CHUNK_BYTES
+    for buffer in buffers:
+        rest = memoryview(buffer)
+        while len(rest) >= room:
+            running.update(rest[:room])
+            yield running.hexdigest()
+            rest, running, room = rest[room:], hashlib.sha256(), CHUNK_BYTES
+        running.update(rest)
+        room -= len(rest)
+    if room < CHUNK_BYTES:
+        yield running.hexdigest()
 
 
 def encode(
@@ -130,17 +160,29 @@ def _decode(data: Buffer) -> Message:
 
 
 def read_metadata(read: Callable[[int, int], bytes | None]) -> dict[str, str]:
-    """The metadata of a message of which `read(start, stop)` gives ranges, without its tensors.
+    """The metadata of a message, whatever it says of tensors; see `read_header`."""
+    data = _header_bytes(read)
+    return _metadata(_parse(data[_LENGTH_BYTES:]).get(_METADATA, {}))
+
+
+def read_header(read: Callable[[int, int], bytes | None]) -> Header:
+    """The header of a message of which `read(start, stop)` gives ranges, without its tensors.
 
     Raises FormatError when there is no message, or no header of one.
     """
+    data = _header_bytes(read)
+    entries = _parse(data[_LENGTH_BYTES:])
+    metadata = _metadata(entries.pop(_METADATA, {}))
+    return Header(data, metadata, {name: _layout(name, entry) for name, entry in entries.items()})
+
+
+def _header_bytes(read: Callable[[int, int], bytes | None]) -> bytes:
     found = read(0, _FIRST_BYTES) or b""
     length = int.from_bytes(found[:_LENGTH_BYTES], "little")
     stop = _LENGTH_BYTES + min(length, HEADER_BYTES_MAX)
     if len(found) == _FIRST_BYTES < stop:
         found += read(_FIRST_BYTES, stop) or b""
-    header_stop = _header_stop(memoryview(found))
-    return _metadata(_parse(found[_LENGTH_BYTES:header_stop]).get(_METADATA, {}))
+    return found[: _header_stop(memoryview(found))]
 
 
 def check(
@@ -254,8 +296,8 @@ def _header(
     return length.to_bytes(_LENGTH_BYTES, "little") + text + b" " * blanks
 
 
-class _Layout(msgspec.Struct, frozen=True):
-    """One row of a header: where a tensor's bytes are and what they mean."""
+class Layout(msgspec.Struct, frozen=True):
+    """One row of a header: where a tensor's bytes are, behind it, and what they mean."""
 
     name: str
     dtype: np.dtype
@@ -266,6 +308,37 @@ class _Layout(msgspec.Struct, frozen=True):
     def view(self, body: memoryview) -> np.ndarray:
         flat = np.frombuffer(body[self.start : self.stop], np.uint8)
         return flat.view(self.dtype).reshape(self.shape)
+
+
+class Header(msgspec.Struct, frozen=True, eq=False):
+    """What stands before the tensors of a message."""
+
+    data: bytes
+    metadata: dict[str, str]
+    tensors: dict[str, Layout]
+
+    @property
+    def stop(self) -> int:
+        """Where the tensors begin."""
+        return len(self.data)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the tensors stand there otherwise than their names say."""
+        return _PACKED in self.metadata
+
+    def chunks(self, size: int) -> list[str]:
+        """The hashes of every stretch of the `size` bytes that follow.
+
+        Raises FormatError unless there is one for each, and the tensors take just these bytes.
+        """
+        layouts = sorted(self.tensors.values(), key=lambda layout: (layout.start, layout.stop))
+        _check_cover(layouts, size)
+        found = self.metadata.get(_CHUNKS, "").split()
+        wanted = -(-size // CHUNK_BYTES)
+        if len(found) != wanted:
+            raise FormatError(f"The header holds {len(found)} hashes, wanted {wanted}.")
+        return found
 
 
 def _header_stop(view: memoryview) -> int:
@@ -311,7 +384,7 @@ def _metadata(found: Any) -> dict[str, str]:
     return found
 
 
-def _layout(name: str, entry: Any) -> _Layout:
+def _layout(name: str, entry: Any) -> Layout:
     """One row, with the size its offsets span equal to what its shape and dtype need."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise FormatError(f"Tensor {_short(name)} is {_short(entry)}, wanted {sorted(_FIELDS)}.")
@@ -324,7 +397,7 @@ def _layout(name: str, entry: Any) -> _Layout:
             f"Tensor {_short(name)} has offsets {_short(list(span))}, wanted two that are "
             f"{_short(nbytes)} bytes apart, as {entry['dtype']} of shape {_short(shape)} is."
         )
-    return _Layout(name, dtype, shape, span[0], span[1])
+    return Layout(name, dtype, shape, span[0], span[1])
 
 
 def _dtype(name: str, found: Any) -> np.dtype:
@@ -356,7 +429,7 @@ def _naturals(name: str, field: str, found: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check_cover(layouts: Sequence[_Layout], size: int) -> None:
+def _check_cover(layouts: Sequence[Layout], size: int) -> None:
     """Tensors follow one another from the first byte to the last: no gap, no overlap, no rest."""
     at = 0
     for layout in layouts:

@@ -459,9 +459,19 @@ class Node:
             try:
                 found = self._closer.examine(effect)
             except Rejection as rejection:
-                return fx.Examined(self._clock.now(), effect.key, rejected=rejection.reason)
+                return fx.Examined(
+                    self._clock.now(),
+                    effect.key,
+                    rejected=rejection.reason,
+                    parts=rejection.parts,
+                )
             return fx.Examined(
-                self._clock.now(), effect.key, found.head, found.weight, found.sha256
+                self._clock.now(),
+                effect.key,
+                found.head,
+                found.weight,
+                found.sha256,
+                parts=len(found.head.parts),
             )
 
         self._ask("close", request, lambda: fx.Examined(self._clock.now(), effect.key))

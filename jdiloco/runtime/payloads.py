@@ -40,7 +40,7 @@ class Version:
 
 def encode_anchor(values: Tensors, *, compression: str | None = None) -> Sequence[Buffer]:
     """The anchor payload."""
-    return messages.encode(values, {}, compression=compression)
+    return messages.encode_hashed(values, compression=compression)
 
 
 def encode_outer(

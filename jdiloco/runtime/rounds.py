@@ -27,7 +27,7 @@ from jdiloco.runtime import contributions, messages, payloads, wire
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.close import Closed, FragmentCloser, Measured
-from jdiloco.runtime.contributions import Rejection
+from jdiloco.runtime.contributions import Contribution, Rejection
 from jdiloco.runtime.payloads import Library, Tensors
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Buffer, Store
@@ -91,23 +91,33 @@ class RoundCloser:
         specs = self._schema.fragment(request.fragment)
         room = wire.room(specs, self._algorithm.delta_dtype)
         found = contributions.decode(name, self._store.get(name), room=room)
-        contributions.check(
+        try:
+            found, measured = self._measure(request, found)
+        except Rejection as rejection:
+            rejection.parts = len(found.head.parts)
+            raise
+        self._measured[request.key] = measured
+        counters = found.head.counters
+        weight = contribution_weight(steps=counters.steps, samples=counters.samples)
+        return Accepted(found.head, weight, found.sha256)
+
+    def _measure(self, request: fx.Examine, found: Contribution) -> tuple[Contribution, Measured]:
+        specs, dtype = self._schema.fragment(request.fragment), self._algorithm.delta_dtype
+        found = contributions.check(
             found,
             request.key,
             self._keys,
             specs,
             fragment=request.fragment,
             version=request.version,
-            delta_dtype=self._algorithm.delta_dtype,
+            delta_dtype=dtype,
+            part=lambda part: self._store.get(part.key, stop=part.size + 1),
         )
-        deltas = wire.incoming(found.tensors, specs, self._algorithm.delta_dtype)
+        deltas = wire.incoming(found.tensors, specs, dtype)
         measured = self._closer(request.fragment).measure(deltas)
         if not measured.finite:
             raise Rejection("nonfinite")
-        self._measured[request.key] = measured
-        counters = found.head.counters
-        weight = contribution_weight(steps=counters.steps, samples=counters.samples)
-        return Accepted(found.head, weight, found.sha256)
+        return found, measured
 
     def _still_valid(self, name: str, request: fx.Examine) -> bool:
         """Whether the newest life of the node vouches for what an earlier one published."""
@@ -133,7 +143,8 @@ class RoundCloser:
             key = self._keys.payload(request.round, request.write_id, part)
             plain = self._encoded(part, closed, None)
             size = sum(memoryview(buffer).nbytes for buffer in plain)
-            made[part] = Payload(key, size, messages.digest(plain))
+            header = messages.digest(plain[:1]) if part == "anchor" else ""
+            made[part] = Payload(key, size, messages.digest(plain), header)
             packed = self._compression and self._encoded(part, closed, self._compression)
             self._send(key, packed or plain)
         self._values[request.round] = _copies(closed.anchor)

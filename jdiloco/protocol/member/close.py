@@ -203,6 +203,7 @@ def on_examined(turn: Turn, event: fx.Examined) -> None:
         weight=event.weight,
         sha256=event.sha256,
         rejected=event.rejected,
+        parts=event.parts,
     )
     turn.set(closing=closings.examined(state.closing, verdict))
     if event.head is not None and state.waits.accepted is None:

@@ -25,7 +25,7 @@ from jdiloco.runtime.payloads import Tensors, Version
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.lives import Lives
-from jdiloco.runtime.verify.reading import Reader, never
+from jdiloco.runtime.verify.reading import Reader, Rule, never
 from jdiloco.store.base import Buffer
 
 TOLERANCE = 1e-6
@@ -131,8 +131,10 @@ class Rounds:
         if data is None:
             return None
         try:
-            found = self._decoded(name, data, key, record.version - 1)
+            found = self._decoded(data, key, record.version - 1, self._rule(key), means)
         except Rejection as rejection:
+            if rejection.reason == "missing":
+                return None  # A part of it; that is noted where it was looked for.
             self._reader.wrong(name, f"was merged, and now reads as {_said(rejection)}", means)
             return None
         if wrong := _differences(found, who):
@@ -142,20 +144,28 @@ class Rounds:
 
     def _contribution(self, key: ContributionKey, means: str) -> bytes | None:
         name = self._reader.keys.contribution(key)
-        keep = self._settings.keep_rounds
-        if not self._reader.listed(name) and not _kept(key.round, keep, self._walk):
+        rule = self._rule(key)
+        if not self._reader.listed(name) and not rule(self._walk):
             return None
-        return self._reader.get(name, lambda walk: _kept(key.round, keep, walk), means)
+        return self._reader.get(name, rule, means)
+
+    def _rule(self, key: ContributionKey) -> Rule:
+        keep = self._settings.keep_rounds
+        return lambda walk: _kept(key.round, keep, walk)
 
     def _decoded(
-        self, name: str, data: bytes, key: ContributionKey, version: int | None
+        self, data: bytes, key: ContributionKey, version: int | None, rule: Rule, means: str
     ) -> Contribution:
-        """Checks all of it; for a version of None it may be against whatever it says itself."""
+        """Checks all of it, its parts too, which have to be there by `rule`.
+
+        For a version of None it may be against whatever it says itself.
+        """
+        name = self._reader.keys.contribution(key)
         fragment = key.round % len(self._settings.schema.plan)
         specs = self._settings.schema.fragment(fragment)
         room = wire.room(specs, self._settings.delta_dtype)
         found = contributions.decode(name, data, room=room)
-        contributions.check(
+        return contributions.check(
             found,
             key,
             self._reader.keys,
@@ -163,8 +173,8 @@ class Rounds:
             fragment=fragment,
             version=found.head.version if version is None else version,
             delta_dtype=self._settings.delta_dtype,
+            part=lambda part: self._reader.get(part.key, rule, means),
         )
-        return found
 
     def _check_rejected(self, record: RoundRecord, who: Rejected) -> None:
         """The reason is the one that its bytes give, where it follows from them."""
@@ -179,9 +189,11 @@ class Rounds:
         version = record.version - (0 if record.void else 1)
         reason = ""
         try:
-            self._decoded(name, data, key, version)
+            self._decoded(data, key, version, self._rule(key), means)
         except Rejection as rejection:
             reason = rejection.reason
+        if reason == "missing":
+            return  # A part of it, which is noted.
         if who.reason == "superseded":
             self._check_superseded(name, Life(who.node, who.incarnation))
             damaged = reason == "corrupt"
@@ -219,7 +231,7 @@ class Rounds:
         if data is None:
             return
         try:
-            self._decoded(name, data, key, None)
+            self._decoded(data, key, None, never, means)
         except Rejection as rejection:
             if rejection.reason in ("corrupt", "schema"):
                 self._reader.wrong(name, f"reads as {_said(rejection)}", means)

@@ -282,6 +282,10 @@ class _Verification:
         strays = [key for r, key in settled if key not in named and r not in unread]
         self._remark_on(strays, "written by an attempt that came second: no record names its bytes")
         hidden = [key for r, key in settled if r in unread]
+        whole = {(k.round, k.node, k.incarnation) for k in stock.contributions}
+        parts = [p for p in stock.parts if (p.round, p.node, p.incarnation) not in whole]
+        left = [self._keys.part(p) for p in parts if p.round < self._walk.round]
+        self._remark_on(left, "a part of a contribution that is not there")
         self._remark_on(hidden, "cannot be checked, as the record of its round cannot be read")
 
     def _check_beats(self) -> None:

@@ -1,0 +1,119 @@
+"""What one process of a pod holds of a tensor: the boxes that its own devices hold, on the host.
+
+A box says from where to where along each axis. Two devices that hold the same box hold the same
+values, so a process keeps one copy of it; and of the copies in the whole pod JAX calls one the
+first (`replica_id == 0`), whose process is the one that sends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jdiloco.errors import UsageError
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop along each axis."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """The boxes of one tensor that a process holds."""
+
+    shape: tuple[int, ...]  # Of the whole tensor.
+    sharding: Sharding  # By which the boxes are cut.
+    held: Mapping[Box, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all boxes together."""
+        return sum(piece.nbytes for piece in self.held.values())
+
+    def any(self) -> bool:
+        """Whether anything may differ from zero: of what others hold nothing is known here."""
+        return True
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """What JAX calls an index, as a box."""
+    pairs = zip(index, shape, strict=True)
+    return tuple((part.start or 0, n if part.stop is None else part.stop) for part, n in pairs)
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """A box as NumPy wants it."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def boxes_here(sharding: Sharding, shape: Sequence[int]) -> tuple[Box, ...]:
+    """Every box that a device of this process holds, once, in order."""
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return tuple(sorted({box_of(index, shape) for index in indices if index is not None}))
+
+
+def cut(value: np.ndarray, sharding: Sharding) -> Pieces:
+    """This process's boxes of a tensor that is here as a whole, as copies."""
+    boxes = boxes_here(sharding, value.shape)
+    held = {box: np.array(value[slices_of(box)], order="C") for box in boxes}
+    return Pieces(value.shape, sharding, held)
+
+
+def first_copies(array: jax.Array) -> Pieces:
+    """What this process sends of an array: the boxes whose first copy it holds."""
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    held = {box_of(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
+    return Pieces(array.shape, array.sharding, held)
+
+
+def senders(arrays: Iterable[jax.Array]) -> frozenset[int]:
+    """The processes that hold the first copy of anything."""
+    shards = (shard for array in arrays for shard in array.global_shards)
+    return frozenset(s.device.process_index for s in shards if s.replica_id == 0)
+
+
+def placed(pieces: Pieces, like: Any) -> jax.Array:
+    """A new array of these values where `like` is; it may have been donated.
+
+    Where it has been moved since the boxes were cut, a program of all processes moves the values.
+    """
+    kind = pieces.sharding.memory_kind
+    indices = pieces.sharding.addressable_devices_indices_map(pieces.shape)
+    arrays = [
+        jax.device_put(
+            pieces.held[box_of(index or (), pieces.shape)],
+            SingleDeviceSharding(device, memory_kind=kind),
+        )
+        for device, index in indices.items()
+    ]
+    made = jax.make_array_from_single_device_arrays(pieces.shape, pieces.sharding, arrays)
+    return made if like.sharding == pieces.sharding else resharded(made, like.sharding)
+
+
+def resharded(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """A copy placed otherwise; every process has to call it."""
+    return jax.jit(_same, out_shardings=sharding)(array)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def check_spread(name: str, leaf: Any) -> None:
+    """Raises UsageError unless a leaf is an array over the devices of every process."""
+    if isinstance(leaf, jax.Array):
+        processes = {device.process_index for device in leaf.sharding.device_set}
+        if processes == set(range(jax.process_count())):
+            return
+        found = f"lies on devices of processes {sorted(processes)}"
+    else:
+        found = f"is a {type(leaf).__name__}"
+    raise UsageError(
+        f"{name!r} {found}; this node is a pod of {jax.process_count()} processes. Put every "
+        "parameter on a mesh of all their devices, `jax.device_put(x, NamedSharding(mesh, P()))` "
+        "for one that all of them hold whole."
+    )
