@@ -30,11 +30,16 @@ from jdiloco.runtime.backends import Backend
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.compression import check_compression
+from jdiloco.runtime.inbox import Inbox
 from jdiloco.runtime.inspect import manifest_of, no_run
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
-from jdiloco.runtime.node import Node, Place
+from jdiloco.runtime.news import Values
+from jdiloco.runtime.node import Node
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
+from jdiloco.runtime.place import Place, PodHead
+from jdiloco.runtime.pods.follower import FollowerNode
+from jdiloco.runtime.pods.pod import Pod, check_settings, is_pod, model_digest
 from jdiloco.runtime.private import Saved
 from jdiloco.runtime.queues import Barrier, SharedQueue
 from jdiloco.runtime.schema import Schema, check_same
@@ -170,12 +175,14 @@ class Session:
         self._entered = self._left = False
         self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
         self._counting: CountingStore | None = None
-        self._node: Node | None = None
+        self._node: Node | FollowerNode | None = None
         self._learner: Learner | None = None
         self._work: Work | None = None
         self._ranks = ranks
         self._rank: int | None = None
         self._syncer: Syncer | None = None
+        self._pod: Pod | None = None  # Of several processes, if this node is one.
+        self._inbox: Inbox | None = None
         self._saved: Saved | None = None  # What it goes on from, until its first step.
         self._mine: dict[str, Any] = {}
 
@@ -319,6 +326,8 @@ class Session:
         assert part is not None
         assert self._node is not None
         hurry = because != "finished"
+        if self._pod is not None and hurry:
+            self._pod.close()
         if self._work is not None:
             self._work.close(LEAVE_SECONDS)
         try:
@@ -332,6 +341,8 @@ class Session:
     def _abandon(self) -> None:
         """Joining failed."""
         self._learner = self._syncer = None
+        if self._pod is not None:
+            self._pod.close()
         if self._work is not None:
             self._work.close(LEAVE_SECONDS)
         if self._node is not None:
@@ -344,16 +355,61 @@ class Session:
         if isinstance(opened, FolderStore):
             opened.prepare()
         self._counting = store = CountingStore(opened)
+        self._pod = self._open_pod(opened) if is_pod() else None
+        if self._pod is not None and not self._pod.is_head:
+            self._node, newest = self._pod.follow(store, scratch, self._check_stop)
+            self._schema, self._inbox = self._node.place.schema, self._node.inbox
+            self._open_part(self._node, newest)
+            return
         performer = Performer(
             store,
             self._clock,
             scratch=scratch,
-            initial=self._initial_state,
-            check_stop=self._check_stop,
+            initial=lambda prefix: self._initial_state(store, prefix),
+            check_stop=self._check_joining,
             small=small_requests(store, self.algorithm.rules().small_seconds),
         )
         with contextlib.closing(performer):
-            self._join_run(store, performer, scratch)
+            try:
+                self._join_run(store, performer, scratch)
+            except Exception as error:
+                if self._pod is not None:
+                    self._pod.fail(error)
+                raise
+
+    def _open_pod(self, store: Store) -> Pod:
+        """What this process is of its pod; all of them have been given the same."""
+        check_settings(self._role, self._ranks, self.algorithm)
+        if self._saved is not None:
+            raise UsageError(
+                "A pod goes on from no save: open a `Session` under the same `node_id`, and keep "
+                "optimiser state and random keys with a checkpointer of your own."
+            )
+        pod = Pod(
+            self._holder,
+            self._params,
+            self.algorithm,
+            clock=self._clock,
+            poll_seconds=self._poll_interval,
+            compression=self._compression,
+            told_to_stop=lambda: self._stop_signal or 0,
+            spent=self._spent_here,
+        )
+        facts = {
+            "algorithm": self.algorithm.to_json(),
+            "params": model_digest(self._schema),
+            "role": self._role,
+            "poll_interval": self._poll_interval,
+            "leave_with_run": self._leave_with_run,
+            "node_id": self._node_id,
+        }
+        self._node_id = pod.meet(store, facts)
+        return pod
+
+    def _check_joining(self) -> None:
+        if self._pod is not None:
+            self._pod.keep_up()
+        self._check_stop()
 
     def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
         manifest, data, created = self._find_run(store, performer)
@@ -365,8 +421,11 @@ class Session:
                 keys, self._person(), self._waiting(), saved.private if saved else None
             )
         )
-        newest: dict[str, np.ndarray] = {}
-        if saved is not None and not birth.overtaken:
+        newest: Values = {}
+        head: PodHead | None = None
+        if self._pod is not None:
+            chain, head, newest = self._pod.place(performer, store, scratch, manifest, data, birth)
+        elif saved is not None and not birth.overtaken:
             chain = performer.run(joining.read_chain_at(manifest, data, saved.private.read))
             newest = dict(saved.held)
         elif trains(self._role):
@@ -387,6 +446,7 @@ class Session:
                 schema=schema,
                 algorithm=self.algorithm,
                 scratch=scratch,
+                pod=head,
             ),
             clock=self._clock,
             poll_seconds=self._poll_interval,
@@ -396,6 +456,9 @@ class Session:
             compression=self._compression,
             spent=self._spent,
         )
+        if self._pod is not None:
+            node = self._node
+            self._inbox = self._pod.inbox(node, lambda: self._share(node))
         if created:
             self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
         self._open_part(self._node, newest)
@@ -408,7 +471,7 @@ class Session:
                 node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
             )
         )
-        if self._learner is None:
+        if self._learner is None or self._pod is not None:
             return
         self._work = Work(
             self._node,
@@ -434,9 +497,10 @@ class Session:
                     f"What round {read + 1} committed could not be read for {self._patience:.0f} s."
                 )
 
-    def _open_part(self, node: Node, newest: dict[str, np.ndarray]) -> None:
+    def _open_part(self, node: Node | FollowerNode, newest: Values) -> None:
         """What the node does in the user's thread."""
         if not trains(self._role):
+            assert isinstance(node, Node), "no pod is a syncer"
             self._syncer = Syncer(node, self._clock, check_stop=self._check_stop)
             self._syncer.open()
             return
@@ -448,8 +512,11 @@ class Session:
             backend=self._backend,
             check_stop=self._check_stop,
             saved=self._saved.kept if self._saved else None,
+            inbox=self._inbox,
         )
         self._params = self._learner.open(self._params)
+        if self._pod is not None and self._inbox is not None:
+            self._inbox.agreed(lambda: True)  # So all know the share of the global batch.
 
     def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
         if self._saved is not None:
@@ -496,8 +563,10 @@ class Session:
         self._schema.check_against(manifest)
         return manifest, data
 
-    def _initial_state(self) -> RunState:
+    def _initial_state(self, store: Store, prefix: str) -> RunState:
         """What the run begins from, should this node create it."""
+        if self._pod is not None:
+            return self._pod.initial(store, prefix, self._schema)
         names = [spec.name for spec in self._schema.tensors]
         host = jax.device_get(self._holder.get(self._params, names))
         values = {name: np.array(leaf) for name, leaf in zip(names, host, strict=True)}
@@ -588,11 +657,12 @@ class Session:
         where nothing can be put at `path`, or a leaf cannot be saved.
         """
         learner = self._live()
+        work = self._work_of()
         if self._left:
             raise UsageError("The block of this session has ended: there is nothing to go on with.")
         private.save(
             path,
-            learner.kept(claimed=self._work_of().has_claimed),
+            learner.kept(claimed=work.has_claimed),
             algorithm=self.algorithm.to_json(),
             params=packing.pack("params", self._holder.whole(self._params)),
             tensors=self._schema.tensors,
@@ -605,11 +675,19 @@ class Session:
         """Who is alive, who takes part, and how far this node is; any thread may ask."""
         if self._node is None:
             raise UsageError("The session has not been entered. Use it in a `with` statement.")
+        if isinstance(self._node, FollowerNode):
+            raise UsageError(
+                "Process 0 of a pod hears of the run: ask there, `jax.process_index() == 0`."
+            )
         state = self._learner.state if self._learner is not None else None
         return standing(self._node.state, state, self._spent())
 
     def _spent(self) -> Spent:
         """What this node has asked of the store."""
+        here = self._spent_here()
+        return here if self._pod is None else here + self._pod.spent_elsewhere
+
+    def _spent_here(self) -> Spent:
         return Spent() if self._counting is None else self._counting.spent
 
     @property
@@ -618,10 +696,14 @@ class Session:
 
         Of the learners that are alive, as of the newest look at the mailbox.
         """
-        total = self.algorithm.global_batch_size
         self._live()
-        assert self._node is not None
-        state = self._node.state
+        if self._pod is not None:
+            return self._pod.share
+        assert isinstance(self._node, Node)
+        return self._share(self._node)
+
+    def _share(self, node: Node) -> int | None:
+        total, state = self.algorithm.global_batch_size, node.state
         others = state.verdict.learners - state.verdict.paused
         return None if total is None else share(total, others, state.me)
 
@@ -637,7 +719,7 @@ class Session:
         if self._in_place:
             self._refuse_params(params)
             self._check_stop()
-            self._work_of().count(count)
+            self._count_work(count)
             learner.step(None, samples=rows, steps=count)
             return None
         if self._left:
@@ -651,7 +733,7 @@ class Session:
             raise UsageError("Pass the parameters: `params = session.step(params, samples=n)`.")
         before, self._params = self._params, params
         self._check_stop()
-        self._work_of().count(count)
+        self._count_work(count)
         try:
             self._params = learner.step(params, samples=rows, steps=count)
         except UsageError:
@@ -750,8 +832,17 @@ class Session:
 
     def _work_of(self) -> Work:
         self._live()
-        assert self._work is not None
+        if self._work is None:
+            raise UsageError(
+                "This node is a pod: it has no shared queue, no barrier, and `save` is not for it. "
+                "Divide the data by the number that each pod is started with, and keep optimiser "
+                "state and random keys with a checkpointer of your own."
+            )
         return self._work
+
+    def _count_work(self, steps: int) -> None:
+        if self._work is not None:
+            self._work.count(steps)
 
     def _live(self) -> Learner:
         if self._learner is None:
@@ -769,8 +860,9 @@ class Session:
         self._stop_signal = number
 
     def _check_stop(self) -> None:
-        if self._stop_signal is not None:
-            self._stopped_by = signal.Signals(self._stop_signal).name
+        number = self._pod.stop if self._pod is not None else self._stop_signal
+        if number:
+            self._stopped_by = signal.Signals(number).name
             raise _StopRequested(self._stopped_by)
 
 

@@ -13,7 +13,11 @@
     close          the arithmetic of closing a round
     rounds         closing for real: examine, merge, upload
     workers        library threads
+    news           what a node's threads have to say to its learner
+    inbox          where the learner hears it
+    place          where a node stands when it starts
     node           the member's machine, driven
+    pods           a node of several processes
     learner        the learner's machine, driven by the user's own loop
     syncer         what a node that trains nothing does in the user's thread
     standing       where a node stands in its run

@@ -15,7 +15,7 @@ import jax
 
 from jdiloco.algo import alignment
 from jdiloco.protocol.alignment import Alignment, Blend, Carry, How, Overwrite
-from jdiloco.runtime.parameters import in_reach, moved
+from jdiloco.runtime.parameters import in_reach, moved, put
 
 Leaves = tuple[jax.Array, ...]
 
@@ -85,5 +85,5 @@ def _apart(kernel: Callable[..., Any], leaves: Sequence[Any], *others: Leaves) -
 
 def _put_back(result: jax.Array, like: jax.Array) -> jax.Array:
     if like.committed and result.sharding != like.sharding:
-        return jax.device_put(result, like.sharding)
+        return put(result, like.sharding)
     return result

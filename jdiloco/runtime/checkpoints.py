@@ -47,6 +47,7 @@ import orbax.checkpoint as ocp
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.records import Checkpoint, Payload, seal
 from jdiloco.runtime import messages, trees
+from jdiloco.runtime.pods.pieces import Box
 from jdiloco.runtime.trees import Place
 from jdiloco.store.arguments import is_part
 from jdiloco.store.base import Store
@@ -128,6 +129,32 @@ def read(
         for file in files:
             download(store, prefix, file, root)
         return restore(root, specs)
+
+
+def fetch(store: Store, prefix: str, files: Sequence[Payload], root: Path, within: str) -> None:
+    """Downloads the files whose keys begin with `within`, to below `root`. Errors: `read`."""
+    _check_files(store, prefix, files)
+    for file in files:
+        if file.key.startswith(within):
+            download(store, prefix, file, root)
+
+
+def read_boxes(
+    root: Path,
+    names: Sequence[str],
+    specs: Sequence[TensorSpec],
+    boxes: Mapping[str, Sequence[Box]],
+) -> dict[str, dict[Box, np.ndarray]]:
+    """Parts of some parameters of a checkpoint below `root`, read-only; the rest stays on the disk.
+
+    `names` are those of all its tensors. Raises FormatError where it holds something else.
+    """
+    places = trees.places(names)
+    with _format_errors():
+        return {
+            spec.name: trees.read_boxes(root / "params", places[spec.name], spec, boxes[spec.name])
+            for spec in specs
+        }
 
 
 def restore(root: Path, specs: Sequence[TensorSpec]) -> RunState:

@@ -42,7 +42,9 @@ CLOSE_SECONDS = 2.0
 
 
 class Performer:
-    """Drives joining generators. `initial` makes the state of the run's first checkpoint.
+    """Drives joining generators.
+
+    `initial` makes the state of the run's first checkpoint; it is given the prefix of its keys.
 
     `check_stop` is asked several times a second, and may raise. `small` is the same store for what
     must not wait behind a checkpoint; None takes one store for everything. `close` when done.
@@ -54,7 +56,7 @@ class Performer:
         clock: Clock,
         *,
         scratch: Path,
-        initial: Callable[[], RunState] | None = None,
+        initial: Callable[[str], RunState] | None = None,
         check_stop: Callable[[], None] = lambda: None,
         small: Store | None = None,
     ) -> None:
@@ -156,7 +158,7 @@ class Performer:
     def _save(self, prefix: str) -> None:
         assert self._initial is not None, "only a node with parameters creates a run"
         try:
-            state = self._initial()
+            state = self._initial(prefix)
             files = checkpoints.write(
                 state,
                 self._store,

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -34,14 +33,15 @@ from jdiloco.runtime import alignment, messages, wire
 from jdiloco.runtime.alignment import Leaves
 from jdiloco.runtime.backends import Backend
 from jdiloco.runtime.clock import Clock
-from jdiloco.runtime.node import Commit, Followed, Halt, Node, Paused, Resumed, ToLearner
-from jdiloco.runtime.parameters import Holder, computable, placed
-from jdiloco.runtime.payloads import Tensors
+from jdiloco.runtime.inbox import NEVER, Inbox
+from jdiloco.runtime.news import Commit, Followed, Halt, Paused, Resumed, ToLearner, Values
+from jdiloco.runtime.node import Node
+from jdiloco.runtime.parameters import Holder, computable, placed, sendable
+from jdiloco.runtime.pods.follower import FollowerNode
 from jdiloco.runtime.private import Kept
 from jdiloco.runtime.standing import much_dropped
 from jdiloco.runtime.times import Clocked
 
-NEVER = 2**62
 TELLING = {"nonfinite", "zero_samples", "zero_steps", "counters", "schema", "corrupt"}
 """Reasons for a rejection that a user should hear of at the node that caused it."""
 WAIT_SECONDS = 0.1
@@ -72,18 +72,20 @@ class Learner:
 
     def __init__(
         self,
-        node: Node,
+        node: Node | FollowerNode,
         holder: Holder,
         clock: Clock,
-        values: Mapping[str, np.ndarray],
+        values: Values,
         *,
         backend: Backend,
         check_stop: Callable[[], None],
         saved: Kept | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         place = node.place
         self.shared: SharedWork = _NO_WORK
         self._node = node
+        self._inbox = Inbox(node.to_learner) if inbox is None else inbox
         self._holder = holder
         self._clock = clock
         self._backend = backend
@@ -215,7 +217,8 @@ class Learner:
             claimed=claimed,
             step_seconds=self._step_seconds,
         )
-        return Kept(private, self._values, then, {r: data for r, (_, data) in sent.items()})
+        values = cast("Mapping[str, np.ndarray]", self._values)  # No pod is saved.
+        return Kept(private, values, then, {r: data for r, (_, data) in sent.items()})
 
     def committed(self, params: Any) -> Any:
         """`params` with the newest committed values of every fragment, as copies."""
@@ -237,7 +240,7 @@ class Learner:
             self._clocked.leave()
 
     def _step(self, params: Any, *, samples: int, steps: int) -> Any:
-        due = self._steps + steps >= self._due or not self._node.to_learner.empty()
+        due = self._steps + steps >= self._due or self._inbox.news
         if due or not self._checked:
             self._refuse(params)
         self._steps += steps
@@ -246,7 +249,7 @@ class Learner:
             self._tell("training")
             return params
         self._state = dataclasses.replace(self._state, last_call=steps)
-        params = self._take(params, self._arrived())
+        params = self._take(params, self._inbox.arrived())
         self._settle_steps()
         self._state, effects = machine.trained(self._state, steps=0, samples=0, last_call=steps)
         params = self._perform(params, effects, {})
@@ -265,7 +268,7 @@ class Learner:
 
     def _plan(self) -> None:
         due = machine.steps_to_due(self._state)
-        self._due = NEVER if due is None else due
+        self._due = min(NEVER if due is None else due, self._inbox.look)
 
     def _tell(self, phase: str) -> None:
         self._node.progress(phase, self.steps, self._state.next_round)
@@ -286,24 +289,15 @@ class Learner:
             old = self._step_seconds
             self._step_seconds = pace if old is None else 0.9 * old + 0.1 * pace
         self._paced_at = now
+        self._inbox.pace = self._step_seconds
 
     # Messages
-
-    def _arrived(self) -> list[ToLearner]:
-        items: list[ToLearner] = []
-        while not self._node.to_learner.empty():
-            items.append(self._node.to_learner.get())
-        return items
 
     def _await(self) -> list[ToLearner]:
         """Waits a moment for messages, and looks at the stop flag."""
         self._check_stop()
-        try:
-            with self._clocked.blocked():
-                first = self._node.to_learner.get(timeout=WAIT_SECONDS)
-        except queue.Empty:
-            return []
-        return [first, *self._arrived()]
+        with self._clocked.blocked():
+            return self._inbox.wait(WAIT_SECONDS)
 
     def _take(self, params: Any, items: list[ToLearner]) -> Any:
         """Takes up messages in order; of several versions of a fragment only the newest aligns."""
@@ -327,7 +321,7 @@ class Learner:
                     params = self._commit(params, item, item.values if chosen else None)
         return params
 
-    def _commit(self, params: Any, item: Commit, values: Tensors | None) -> Any:
+    def _commit(self, params: Any, item: Commit, values: Values | None) -> Any:
         self._heard_at = self._clock.now()
         news = machine.news_of(self._state, item.record)
         self._warn_rejected(news)
@@ -419,7 +413,7 @@ class Learner:
 
     # Effects
 
-    def _perform(self, params: Any, effects: tuple[machine.Effect, ...], values: Tensors) -> Any:
+    def _perform(self, params: Any, effects: tuple[machine.Effect, ...], values: Values) -> Any:
         for effect in effects:
             match effect:
                 case Snapshot():
@@ -443,8 +437,8 @@ class Learner:
             if needs_snapshot(self._alignment):
                 self._snapshots[snapshot.fragment] = alignment.snapshot(leaves)
 
-        def fetch() -> Mapping[str, np.ndarray]:
-            host = dict(zip(names, jax.device_get(delta), strict=bool(delta)))
+        def fetch() -> Values:
+            host = dict(zip(names, sendable(delta), strict=bool(delta)))
             if delta and not any(array.any() for array in host.values()):
                 self._warn_unchanged(snapshot)
             elif self._unchanged > 0:
@@ -480,6 +474,8 @@ class Learner:
     def _warn_if_nobody_closes(self, *, since: float) -> None:
         """Once, after a time in which a closer that died would have been replaced."""
         state = self._node.state
+        if state is None:
+            return  # The process that speaks for the pod will say so.
         patience = state.rules.patience(state.poll_seconds)
         if self._warned_stuck or self._clock.now() < since + patience:
             return
@@ -528,7 +524,7 @@ class Learner:
             spent=self._node.spent(),
         )
 
-    def _align(self, params: Any, align: Align, values: Tensors) -> Any:
+    def _align(self, params: Any, align: Align, values: Values) -> Any:
         self._values.update(values)
         if isinstance(align.how, Overwrite):
             params = self._replace(params, align.fragment)
@@ -588,14 +584,19 @@ class Learner:
         """
         if self._halted is not None:
             return params  # `step` has raised why, and nothing will come any more.
-        params = self._take(params, self._arrived())
+        params = self._take(params, self._inbox.arrived())
         self._settle_steps()
         if flush:
             self._holder.check(params)
         self._state, effects = machine.finish(self._state, flush=flush)
         params = self._perform(params, effects, {})
         self._heard_at = self._clock.now()
-        while self._has_to_stay(with_run) and self._clock.now() < self._heard_at + patience:
+
+        def has_to_stay() -> bool:
+            in_time = self._clock.now() < self._heard_at + patience
+            return self._has_to_stay(with_run) and in_time
+
+        while self._inbox.agreed(has_to_stay):
             params = self._take(params, self._await())
         return params
 
@@ -612,6 +613,7 @@ class Learner:
         if not with_run:
             return False
         member = self._node.state
+        assert member is not None, "asked of the process that speaks"
         others = (member.verdict.expected | member.verdict.paused) - {member.me}
         if others:
             self._heard_at = self._clock.now()  # They train; that is no reason to give up.

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from jdiloco import events
 from jdiloco.errors import (
@@ -37,9 +34,7 @@ from jdiloco.errors import (
 )
 from jdiloco.protocol import effects as fx
 from jdiloco.protocol import member
-from jdiloco.protocol.chain import Chain
-from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey
-from jdiloco.protocol.lives import Birth
+from jdiloco.protocol.keys import MANIFEST, BeatKey, ClaimKey, ContributionKey
 from jdiloco.protocol.member import MemberState
 from jdiloco.protocol.records import (
     Account,
@@ -54,16 +49,16 @@ from jdiloco.protocol.resuming import contribution_key
 from jdiloco.protocol.rules import Life, trains
 from jdiloco.protocol.sweep import Shelf
 from jdiloco.runtime import checkpoints, contributions, wire
-from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.build import this_build
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.contributions import Rejection
-from jdiloco.runtime.payloads import Library, Tensors, read_anchor
+from jdiloco.runtime.news import Commit, Followed, Halt, Paused, Resumed, ToLearner, Values, Woken
+from jdiloco.runtime.payloads import Library, read_anchor
+from jdiloco.runtime.place import Place, PodHead
 from jdiloco.runtime.rounds import RoundCloser
-from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.times import BLOCKING, Busy
 from jdiloco.runtime.workers import Worker
-from jdiloco.store.base import Buffer, Store, small_requests
+from jdiloco.store.base import Buffer, small_requests
 from jdiloco.store.settle import create_owned
 from jdiloco.types import Spent
 
@@ -77,65 +72,8 @@ WORKERS = ("small", "upload", "close", "deliver", "save", "tell")
 SHORTEST_WAIT = 0.001
 """Seconds; the control thread never turns faster than this for time alone."""
 
-Fetch = Callable[[], Mapping[str, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Commit:
-    """For the learner: a round record, with its values when it is to align with them."""
-
-    record: RoundRecord
-    values: Tensors | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Followed:
-    """For the learner: the others wait for it in this round."""
-
-    round: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Paused:
-    """For the learner: it leaves training to others."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """For the learner: it trains again."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Halt:
-    """For the learner: this node must not go on."""
-
-    error: BaseException
-
-
-@dataclasses.dataclass(frozen=True)
-class Woken:
-    """For the learner: something else that it waits for may have happened."""
-
-
-ToLearner = Commit | Followed | Paused | Resumed | Halt | Woken
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a node stands in its run when it starts."""
-
-    store: Store
-    manifest: Manifest
-    manifest_data: bytes
-    chain: Chain
-    birth: Birth
-    schema: Schema
-    algorithm: DiLoCo
-    scratch: Path
-
-    @property
-    def life(self) -> Life:
-        return self.birth.life
+Fetch = Callable[[], Mapping[str, Any]]
+"""Brings a delta to the host: whole tensors, or what this process of a pod has to send of them."""
 
 
 class Node:
@@ -165,7 +103,7 @@ class Node:
         self._progress = collections.deque([("joining", 0, place.chain.round)], maxlen=1)
         self._told = self._progress[-1]
         self._fetches: dict[int, tuple[ContributionHead, Fetch]] = {}
-        self._ready: dict[int, Tensors] = {}  # Committed by this node, not yet delivered.
+        self._ready: dict[int, Values] = {}  # Committed by this node, not yet delivered.
         self._state = member.start(
             place.life,
             place.algorithm.rules(),
@@ -429,8 +367,13 @@ class Node:
         self, key: str, head: ContributionHead, fetch: Fetch, compression: str | None = None
     ) -> Sequence[Buffer]:
         """Its bytes; an empty one when the delta cannot be brought to the host."""
+        pod = self.place.pod
         try:
+            if pod is not None:
+                return pod.desk.encode(key, head, fetch())
             return contributions.encode(key, head, fetch(), compression=compression)
+        except StoreUnavailable:
+            raise
         except Exception:
             logger.exception("the delta of round %d could not be made", head.round)
             return contributions.encode(key, msgspec.structs.replace(head, empty=True), {})
@@ -498,7 +441,8 @@ class Node:
         record = effect.record
         values = self._closer.take_values(record.round)
         if values is not None and effect.own and trains(self._state.role):
-            self._ready[record.round] = values
+            pod = self.place.pod
+            self._ready[record.round] = values if pod is None else pod.library.cut(values)
         self._workers["close"].submit(lambda: self._closer.committed(record, own=effect.own))
 
     # Values for the learner
@@ -520,14 +464,18 @@ class Node:
 
         self._ask("deliver", request, lambda: fx.Delivered(self._clock.now(), record.round, False))
 
-    def _committed(self, record: RoundRecord) -> Tensors | None:
+    def _committed(self, record: RoundRecord) -> Values | None:
         """What a record committed; None when it is gone because a newer version has replaced it."""
-        specs = self.place.schema.fragment(record.fragment)
-        values = read_anchor(self.place.store, record, specs)
-        chain = self._state.chain
+        pod, chain = self.place.pod, self._state.chain
+        if pod is not None:
+            values = pod.library.anchor(record)
+        else:
+            specs = self.place.schema.fragment(record.fragment)
+            values = read_anchor(self.place.store, record, specs)
         if values is not None or chain.records[record.fragment] != record:
             return values
-        return self._library().values(record.fragment, record, chain.checkpoint)
+        library = self._library() if pod is None else pod.library
+        return library.values(record.fragment, record, chain.checkpoint)
 
     def _library(self) -> Library:
         place = self.place
@@ -582,10 +530,18 @@ class Node:
         def job() -> None:
             try:
                 self.place.store.delete(effect.keys)
+                if self.place.pod is not None:
+                    self._withdraw(self.place.pod, effect.keys)
             except StoreUnavailable:
                 logger.debug("%d objects stay in the mailbox", len(effect.keys))
 
         self._workers["save"].submit(job)
+
+    def _withdraw(self, pod: PodHead, names: Iterable[str]) -> None:
+        """The parts of this node's own contributions go with them."""
+        for key in map(self._state.keys.parse, names):
+            if isinstance(key, ContributionKey) and key.node == self.place.life.node:
+                pod.desk.withdraw(key.round, key.node, key.incarnation)
 
     def _delete_under(self, effect: fx.DeleteUnder) -> None:
         def job() -> None:

@@ -11,9 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 from jdiloco.algo.paths import named_leaves
 from jdiloco.errors import UsageError
+from jdiloco.runtime.pods import pieces
+from jdiloco.runtime.pods.pieces import Pieces
 from jdiloco.types import TensorSpec
 
 
@@ -120,11 +123,13 @@ def check_leaf(spec: TensorSpec, leaf: Any) -> None:
         )
 
 
-def placed(value: np.ndarray, like: Any) -> jax.Array:
+def placed(value: np.ndarray | Pieces, like: Any) -> jax.Array:
     """A copy of `value` that compiles like `like`: placed where that is, committed if that is.
 
     `like` may have been donated: it still says where it was.
     """
+    if isinstance(value, Pieces):
+        return pieces.placed(value, like.sharding)
     if getattr(like, "committed", False):
         return jax.device_put(value, like.sharding)
     return jax.device_put(value)
@@ -134,9 +139,25 @@ def moved(array: jax.Array, like: jax.Array) -> jax.Array:
     """`array`, or a copy placed as `like`: a user or his compiler may move parameters any time."""
     if (array.sharding, array.committed) == (like.sharding, like.committed):
         return array
+    if not array.is_fully_addressable:
+        return pieces.resharded(array, like.sharding)
     if like.committed:
         return jax.device_put(array, like.sharding)
     return placed(jax.device_get(array), like)
+
+
+def put(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """`array` placed otherwise, whether or not this process holds all of it."""
+    if not array.is_fully_addressable:
+        return pieces.resharded(array, sharding)
+    return jax.device_put(array, sharding)
+
+
+def sendable(arrays: Sequence[jax.Array]) -> list[np.ndarray | Pieces]:
+    """Arrays as they are sent: whole, or in a pod what this process holds the first copy of."""
+    if arrays and not arrays[0].is_fully_addressable:
+        return [pieces.first_copies(array) for array in arrays]
+    return jax.device_get(list(arrays))
 
 
 def in_reach(array: jax.Array) -> jax.Array:

@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from jdiloco.runtime.pods.pieces import Box
+from jdiloco.types import TensorSpec
+
 FILE_BYTES = 256 * 2**20
 """About the largest file, so that an upload that fails is not begun again from far behind."""
 
@@ -63,6 +66,28 @@ def leaves(tree: Mapping[str, Any], above: Place = ()) -> Iterator[tuple[Place, 
             yield (*above, key), value
 
 
+# Reading parts of them.
+
+
+def read_boxes(
+    path: Path, place: Place, spec: TensorSpec, boxes: Sequence[Box]
+) -> dict[Box, np.ndarray]:
+    """Parts of one leaf, read-only. Raises ValueError unless it is stored as `spec` says."""
+    if not spec.size:
+        return {box: np.empty([b - a for a, b in box], spec.dtype) for box in boxes}
+    stored = ts.open(_location(path, place), open=True, read=True).result()
+    if (stored.shape, stored.dtype.name) != (spec.shape, spec.dtype):
+        raise ValueError(
+            f"`{spec.name}` is {stored.dtype.name}{list(stored.shape)}, "
+            f"wanted {spec.dtype}{list(spec.shape)}"
+        )
+    found = {}
+    for box in boxes:
+        found[box] = np.asarray(stored[tuple(slice(a, b) for a, b in box)].read().result())
+        found[box].setflags(write=False)
+    return found
+
+
 # Writing them.
 
 
@@ -99,6 +124,12 @@ def _batches(arrays: Mapping[Place, np.ndarray]) -> Iterator[list[tuple[Place, n
     yield batch
 
 
+def _location(path: Path, place: Place) -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{path}/"}
+    held = {"driver": "ocdbt", "base": base, "path": ".".join(place) + "/"}
+    return {"driver": "zarr3", "kvstore": held}
+
+
 def _zarr(path: Path, place: Place, array: np.ndarray) -> dict[str, Any]:
     """Where Orbax looks for an array, and how it is stored."""
     grid = {"name": "regular", "configuration": {"chunk_shape": _chunk(array)}}
@@ -106,15 +137,12 @@ def _zarr(path: Path, place: Place, array: np.ndarray) -> dict[str, Any]:
         {"name": "bytes", "configuration": {"endian": "little"}},
         {"name": "zstd", "configuration": {"level": 1}},
     ]
-    return {
-        "driver": "zarr3",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{path}/"},
-            "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
-            "target_data_file_size": FILE_BYTES,
-            "path": ".".join(place) + "/",
-        },
+    found = _location(path, place)
+    found["kvstore"] |= {
+        "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
+        "target_data_file_size": FILE_BYTES,
+    }
+    return found | {
         "metadata": {
             "shape": array.shape,
             "data_type": array.dtype.name,

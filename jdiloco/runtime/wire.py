@@ -8,6 +8,7 @@ first CPU device, whatever the user's parameters lie on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,11 @@ from jdiloco.algo import wire
 from jdiloco.algo.wire import SMALL, Small
 from jdiloco.runtime import messages
 from jdiloco.runtime.backends import on_host
+from jdiloco.runtime.pods.pieces import Pieces
 from jdiloco.types import TensorSpec
 
 Tensors = Mapping[str, np.ndarray]
+T = TypeVar("T", bound=np.ndarray | Pieces)
 
 WIDE = ("float32", "bfloat16", "float16")
 FORMATS = (None, *WIDE, *SMALL)
@@ -34,12 +37,14 @@ def subtracted_as(dtype: str | None) -> str | None:
     return "float32" if dtype in SMALL else dtype
 
 
-def outgoing(deltas: Tensors, dtype: str | None) -> Tensors:
-    """The tensors of a message. `deltas` are in the type of `subtracted_as`."""
+def outgoing(deltas: Mapping[str, T], dtype: str | None) -> Mapping[str, T | np.ndarray]:
+    """The tensors of a message. `deltas` are in the type of `subtracted_as`, and those of a pod,
+    which uses no small format, stay as they are.
+    """
     if dtype not in SMALL:
         return deltas
     with on_host():
-        small = {name: wire.encode(jnp.asarray(array), dtype) for name, array in deltas.items()}
+        small = {n: wire.encode(jnp.asarray(array), dtype) for n, array in deltas.items()}
         return {
             **{f"values/{name}": np.asarray(found.values) for name, found in small.items()},
             **{f"scales/{name}": np.asarray(found.scales) for name, found in small.items()},

@@ -110,7 +110,7 @@ def together(*programs: Callable[[], Any], seconds: float = 100.0) -> list[Any]:
 
 def node_of(s: Session) -> Node:
     """What a session runs in its threads."""
-    assert s._node is not None
+    assert isinstance(s._node, Node)
     return s._node
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdiloco.runtime.parameters import placed
+from jdiloco.runtime.pods import pieces
+from jdiloco.runtime.pods.pieces import Pieces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,12 @@ class Backend:
     """Whether a delta starts for the host when its subtraction is dispatched, and not only when a
     library thread asks for it. For devices with memory of their own."""
 
-    def anchor(self, value: np.ndarray, like: Any) -> jax.Array:
+    def anchor(self, value: np.ndarray | Pieces, like: Any) -> jax.Array:
         """A copy of a committed value as the anchor of the parameter `like`."""
         if self.anchor_memory is None:
             return placed(value, like)
+        if isinstance(value, Pieces):
+            return pieces.placed(value, self._place(like))
         return jax.device_put(value, self._place(like))
 
     def is_anchor_of(self, anchor: jax.Array, leaf: jax.Array) -> bool:

@@ -8,7 +8,7 @@ first (`replica_id == 0`), whose process is the one that sends it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ class Pieces:
     shape: tuple[int, ...]  # Of the whole tensor.
     sharding: Sharding  # By which the boxes are cut.
     held: Mapping[Box, np.ndarray]
+    senders: frozenset[int] = frozenset()  # Of a delta: who holds the first copy of anything.
 
     @property
     def nbytes(self) -> int:
@@ -67,31 +68,33 @@ def first_copies(array: jax.Array) -> Pieces:
     """What this process sends of an array: the boxes whose first copy it holds."""
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     held = {box_of(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
-    return Pieces(array.shape, array.sharding, held)
+    first = (shard for shard in array.global_shards if shard.replica_id == 0)
+    senders = frozenset(shard.device.process_index for shard in first)
+    return Pieces(array.shape, array.sharding, held, senders)
 
 
-def senders(arrays: Iterable[jax.Array]) -> frozenset[int]:
-    """The processes that hold the first copy of anything."""
-    shards = (shard for array in arrays for shard in array.global_shards)
-    return frozenset(s.device.process_index for s in shards if s.replica_id == 0)
+def placed(pieces: Pieces, sharding: Sharding) -> jax.Array:
+    """A new array of these values.
 
-
-def placed(pieces: Pieces, like: Any) -> jax.Array:
-    """A new array of these values where `like` is; it may have been donated.
-
-    Where it has been moved since the boxes were cut, a program of all processes moves the values.
+    Where it is to be cut otherwise than the boxes were, a program of all processes moves the
+    values: then every one of them has to call this.
     """
-    kind = pieces.sharding.memory_kind
-    indices = pieces.sharding.addressable_devices_indices_map(pieces.shape)
+    shape, cut_by = pieces.shape, pieces.sharding
+    same = sharding.devices_indices_map(shape) == cut_by.devices_indices_map(shape)
+    made = _made(pieces, sharding if same else cut_by)
+    return made if same else resharded(made, sharding)
+
+
+def _made(pieces: Pieces, sharding: Sharding) -> jax.Array:
+    kind = sharding.memory_kind
     arrays = [
         jax.device_put(
             pieces.held[box_of(index or (), pieces.shape)],
             SingleDeviceSharding(device, memory_kind=kind),
         )
-        for device, index in indices.items()
+        for device, index in sharding.addressable_devices_indices_map(pieces.shape).items()
     ]
-    made = jax.make_array_from_single_device_arrays(pieces.shape, pieces.sharding, arrays)
-    return made if like.sharding == pieces.sharding else resharded(made, like.sharding)
+    return jax.make_array_from_single_device_arrays(pieces.shape, sharding, arrays)
 
 
 def resharded(array: jax.Array, sharding: Sharding) -> jax.Array:

@@ -27,6 +27,10 @@ AT_ONCE = 8
 """Stretches that one request reads."""
 
 
+class Compressed(Exception):
+    """The payload is compressed: there are no ranges to read."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Want:
     """One box, and where its bytes lie: in runs of equal length, in ascending order."""
@@ -83,7 +87,8 @@ def read(
 ) -> dict[str, dict[Box, np.ndarray]] | None:
     """The boxes of each tensor; None when the payload is gone.
 
-    Raises FormatError when what is read is not what the record names, or not what `specs` say.
+    Raises FormatError when what is read is not what the record names, or not what `specs` say, and
+    Compressed.
     """
     header = _header(store, payload, specs)
     if header is None:
@@ -124,6 +129,8 @@ def _header(store: Store, payload: Payload, specs: Sequence[TensorSpec]) -> Head
         if missing:
             return None
         raise
+    if header.is_compressed:
+        raise Compressed
     if not payload.header or sha256(header.data) != payload.header:
         raise FormatError(f"The header of {payload.key!r} is not the one that its record names.")
     stand_ins = {

@@ -23,9 +23,7 @@ class World:
     def __init__(self) -> None:
         self.index = jax.process_index()
         self.count = jax.process_count()
-        first: dict[int, jax.Device] = {}
-        for device in jax.devices():
-            first.setdefault(device.process_index, device)
+        first = {device.process_index: device for device in reversed(jax.devices())}
         self._device = first[self.index]
         self._mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
         self._rows = NamedSharding(self._mesh, PartitionSpec("process"))
