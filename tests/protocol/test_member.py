@@ -571,6 +571,18 @@ def test_a_run_that_closes_more_slowly_than_it_trains_says_how_many_fragments_wo
     assert state.slow
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_elected_node_leaves_training_to_others_unless_a_syncer_closes(hangs):
+    """One that was passed over closes nothing for a while, however well it beats."""
+    state = dataclasses.replace(start(), role="either")
+    if hangs:
+        state = dataclasses.replace(state, passed_over=((Life("s", 1), 0),))
+    shown = (beat("a", 1), beat("b", 1), beat("s", 1, phase="syncing"))
+    state, _ = member.step(state, fx.Progress(0.5, "training", 1, 0))
+    _, effects = member.step(state, fx.Listed(1.0, shown))
+    assert ("Pause" in kinds(effects)) == hangs
+
+
 def test_the_wait_for_a_closer_that_died_is_not_taken_for_a_wait_for_learners():
     """It would be seconds in an average of moments, and leave nothing for the grace window."""
 

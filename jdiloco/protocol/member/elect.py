@@ -21,10 +21,15 @@ def next_closer(state: MemberState) -> Life:
     """A dedicated syncer that is live, or this node, which is about to commit."""
     if state.role == "syncer":
         return state.me
+    return min(_syncers(state), default=state.me)
+
+
+def _syncers(state: MemberState) -> frozenset[Life]:
+    """Dedicated syncers that are live, without those that sit out."""
     sitting = {
         life for life, when in state.passed_over if state.chain.round < when + SIT_OUT_ROUNDS
     }
-    return min(state.verdict.syncers - sitting, default=state.me)
+    return state.verdict.syncers - sitting
 
 
 def pass_over(state: MemberState, life: Life, round: int) -> tuple[tuple[Life, int], ...]:
@@ -57,7 +62,7 @@ def _why_train(state: MemberState) -> str:
         return "it has nothing to leave to others"
     if state.closing.closer != state.me:
         return "another node closes the rounds"
-    if state.verdict.syncers:
+    if _syncers(state):
         return "a dedicated syncer is live"
     if not state.verdict.expected - {state.me}:
         return "no other learner trains"
