@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
@@ -136,6 +137,33 @@ def test_three_ways_to_use_the_devices_of_a_node_come_to_one_loss(tmp_path, devi
     losses = [float(loss) for _, loss, _ in found]
     assert max(losses) - min(losses) <= 2e-4
     assert max(losses) < 0.2
+
+
+@pytest.mark.multiprocess
+def test_a_pod_of_two_processes_trains_beside_a_single_machine(tmp_path):
+    """The launch that needs no scheduler; the same program alone is a node of one process."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{found.getsockname()[1]}"
+
+    def start(rank: int, *options: str, devices: int) -> subprocess.Popen[str]:
+        shared = ("--mailbox", "shared", "--rank", str(rank))
+        return run(ROOT / "examples" / "pod.py", *shared, *options, cwd=tmp_path, devices=devices)
+
+    processes = [
+        start(0, "--coordinator", where, "--processes", "2", "--process", str(i), devices=2)
+        for i in range(2)
+    ]
+    processes.append(start(1, "--processes", "1", devices=1))
+    shown = "".join(finish(process) for process in processes)
+    found = re.findall(
+        r"pod (\d), (\d) processes, (\d) devices: loss ([0-9.]+).*\((\d+), 16\)", shown
+    )
+    assert sorted(line[:3] + line[4:] for line in found) == [
+        ("0", "2", "4", "32"),
+        ("1", "1", "1", "128"),
+    ]
+    assert all(float(loss) < 3.0 for *_, loss, _ in found), found  # Of 160 at the start.
 
 
 @pytest.mark.multiprocess

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import resource
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ def spread(tree: dict[str, Any], layout: str, mesh: Mesh | None) -> dict[str, An
     return {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in tree.items()}
 
 
-def initial(seed: int, width: int) -> dict[str, np.ndarray]:
+def initial(seed: int, width: int, task: str) -> dict[str, np.ndarray]:
+    if task == "drift":
+        return {"w": np.ones((16, width), np.float32)}
     draw = np.random.default_rng(seed)
     return {
         "w": draw.normal(size=(16, width)).astype(np.float32),
@@ -77,6 +79,12 @@ def train_step(params: dict[str, Any], x: jax.Array) -> Any:
     return optax.apply_updates(params, updates)
 
 
+@jax.jit
+def drift(params: dict[str, Any], x: jax.Array) -> Any:
+    """Training that takes no more memory than the parameters."""
+    return jax.tree.map(lambda p: p * 0.999 + jnp.mean(x).astype(p.dtype) * 1e-3, params)
+
+
 def gathered(tree: dict[str, Any]) -> dict[str, np.ndarray]:
     """Every tensor as a whole, for the test alone."""
     if jax.process_count() == 1:
@@ -97,7 +105,11 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
             shutdown_timeout_seconds=10,
         )
     mesh = mesh_of(told["layout"])
-    params = spread(initial(told["seed"], told["width"]), told["layout"], mesh)
+    whole = initial(told["seed"], told["width"], told["task"])
+    params = spread(whole, told["layout"], mesh)
+    del whole
+    kind, *numbers = told["alignment"].split()
+    alignment = getattr(jdiloco, kind)(*map(float, numbers))
     journal = (folder / f"journal.{told['name']}.{told['process']}").open("a", buffering=1)
 
     def tell(event: events.Event) -> None:
@@ -105,7 +117,7 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
 
     session = jdiloco.Session(
         params,
-        jdiloco.DiLoCo(**told["run"]),
+        jdiloco.DiLoCo(alignment=alignment, **told["run"]),
         folder / "mailbox",
         role=told["role"],
         node_id=told["name"],
@@ -114,28 +126,38 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
         leave_with_run=told["leave_with_run"],
     )
     draw = np.random.default_rng(told["data"])
+    step = {"learn": train_step, "drift": drift}[told["task"]]
+    aligned = []
+    tracemalloc.start()
     with session:
+        if told["role"] == "syncer":
+            session.run()
+            return {}
         params = session.params
-        first = digest(gathered(params))
-        begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        first = "" if told["task"] == "drift" else digest(gathered(params))
         for number in range(session.position, told["steps"]):
             x = draw.normal(size=(8, 16)).astype(np.float32)
             rows = x if mesh is None else jax.device_put(x, NamedSharding(mesh, P()))
-            params = train_step(params, rows)
+            params = step(params, rows)
             jax.block_until_ready(params)
-            params = session.step(params, samples=8)
+            newer = session.step(params, samples=8)
+            if newer is not params and told["task"] == "learn":
+                aligned.append((number, digest(gathered(newer))))
+            params = newer
             (folder / f"step.{told['name']}.{told['process']}").write_text(str(number))
             time.sleep(told["pause"])
+    _, peak = tracemalloc.get_traced_memory()
+    spent = session._spent_here()
+    if told["task"] == "drift":
+        return {"peak": peak, "received": spent.received, "sent": spent.sent}
     whole = gathered(session.params)
     return {
         "first": first,
         "committed": digest(whole),
-        "values": {name: np.asarray(x, np.float32).tolist() for name, x in whole.items()}
-        if told["width"] < 100
-        else {},
+        "values": {name: np.asarray(x, np.float32).tolist() for name, x in whole.items()},
+        "aligned": aligned,
+        "position": session.position,
         "stopped_by": session.stopped_by,
-        "begun_kib": begun,
-        "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 

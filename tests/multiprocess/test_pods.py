@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jdiloco.cli.demo_process import environment
@@ -38,6 +40,8 @@ USUAL = {
     "data": 0,
     "width": 8,
     "pause": 0.0,
+    "task": "learn",
+    "alignment": "overwrite",
     "leave_with_run": True,
     "run": RUN,
 }
@@ -82,7 +86,9 @@ class Nodes:
         self.folder = folder
         self.started: list[Started] = []
 
-    def start(self, name: str, layout: str, processes: int = 1, **told: Any) -> Started:
+    def start(
+        self, name: str, layout: str, processes: int = 1, devices: int = 2, **told: Any
+    ) -> Started:
         said = {**USUAL, **told, "name": name, "layout": layout, "processes": processes}
         said["port"] = free_port()
         node = Started(self.folder, name, [], [])
@@ -98,7 +104,7 @@ class Nodes:
                     env={
                         **environment(compiled()),
                         "JAX_PLATFORMS": "cpu",
-                        "JAX_NUM_CPU_DEVICES": "2" if processes > 1 else "1",
+                        "JAX_NUM_CPU_DEVICES": str(devices if processes > 1 else 1),
                     },
                 )
             node.processes.append(process)
@@ -137,13 +143,17 @@ def wait_until(true: Any, node: Started, seconds: float = 120.0) -> None:
 
 def test_two_pods_and_a_plain_node_train_one_model(nodes):
     """Three layouts of one model, rounds of all three: one result, and `verify` finds nothing."""
-    run = {**RUN, "quorum_size": 3, "follow": 0}
+    told = {"run": {**RUN, "quorum_size": 3, "follow": 0}, "alignment": "carry"}
     began = [
-        nodes.start("rows", "rows", 2, data=1, run=run),
-        nodes.start("mixed", "mixed", 2, data=2, run=run),
-        nodes.start("plain", "plain", data=3, run=run),
+        nodes.start("rows", "rows", 2, data=1, **told),
+        nodes.start("mixed", "mixed", 2, data=2, **told),
+        nodes.start("plain", "plain", data=3, **told),
     ]
-    ended = [process for node in began for process in node.ended()]
+    pods = [node.ended() for node in began[:2]]
+    ended = [*pods[0], *pods[1], *began[2].ended()]
+    for one, other in pods:
+        assert one["aligned"] == other["aligned"]  # At the same steps, to the same values.
+        assert len(one["aligned"]) > 4
     assert len({end["committed"] for end in ended}) == 1
     assert len({end["first"] for end in ended}) == 1
     found = records(nodes.folder / "mailbox")
@@ -152,3 +162,76 @@ def test_two_pods_and_a_plain_node_train_one_model(nodes):
     report = verify(nodes.folder / "mailbox")
     assert not report.findings, report.findings
     assert {stretch.how for stretch in report.rounds} <= {"recomputed", "chained", "void"}
+
+
+def test_a_pod_and_a_plain_node_that_see_the_same_data_come_to_the_same_values(tmp_path):
+    """Each alone in a run of its own, and every round waited for."""
+    run = {**RUN, "overlap_steps": 0}
+    made = [Nodes(tmp_path / name) for name in ("pod", "plain")]
+    try:
+        for one in made:
+            one.folder.mkdir()
+        (pod, plain) = (
+            made[0].start("node", "mixed", 2, run=run, leave_with_run=False),
+            made[1].start("node", "plain", run=run, leave_with_run=False),
+        )
+        values = [node.ended()[0]["values"] for node in (pod, plain)]
+    finally:
+        for one in made:
+            one.end()
+    for name in ("w", "v", "b", "s"):
+        mine, theirs = (np.asarray(found[name]) for found in values)
+        assert np.linalg.norm(mine - theirs) <= 1e-5 * np.linalg.norm(theirs)
+    rounds = [[r.fragment for r in records(one.folder / "mailbox")] for one in made]
+    assert rounds[0] == rounds[1]
+
+
+def test_a_process_that_dies_takes_its_node_with_it_and_the_run_goes_on(nodes):
+    """The pod joins again under its id, and stops as one when one of its processes is told to."""
+    told = {"steps": 10**6, "pause": 0.02, "run": {**RUN, "quorum_size": 2}}
+    mailbox = nodes.folder / "mailbox"
+    plain = nodes.start("plain", "plain", data=3, **told)
+    pod = nodes.start("pod", "rows", 2, data=1, **told)
+
+    def merged(incarnation: int) -> bool:
+        lives = {(p.node, p.incarnation) for r in records(mailbox) for p in r.participants}
+        return ("pod", incarnation) in lives
+
+    wait_until(lambda: (mailbox / "manifest").exists() and merged(1), pod)
+    pod.processes[1].kill()
+    wait_until(lambda: all(p.poll() is not None for p in pod.processes), pod)
+    assert pod.processes[0].returncode != 0
+    count = len(records(mailbox))
+    wait_until(lambda: len(records(mailbox)) > count + 4, plain)
+    again = nodes.start("pod", "mixed", 2, data=2, **told)
+    wait_until(lambda: merged(2), again)
+    again.processes[1].send_signal(signal.SIGTERM)
+    ended = again.ended()
+    assert [end["stopped_by"] for end in ended] == ["SIGTERM"] * 2
+    assert ended[0]["committed"] == ended[1]["committed"]
+    plain.processes[0].send_signal(signal.SIGTERM)
+    plain.ended()
+    report = verify(mailbox)
+    assert not report.findings, report.findings
+
+
+@pytest.mark.long
+def test_no_process_of_a_pod_holds_a_whole_tensor_on_its_host(nodes):
+    """A tensor of 128 MiB over four processes, beside a syncer that closes its rounds.
+
+    Each holds a quarter of the newest version, and for a moment what it sends and what it reads.
+    """
+    whole = 128 * 2**20
+    run = {**RUN, "fragments": 1, "overlap_steps": 0, "lease_seconds": 30.0, "sync_every": 5}
+    told = {"task": "drift", "width": whole // 64, "run": run, "leave_with_run": False}
+    syncer = nodes.start("syncer", "plain", role="syncer", **told)
+    manifest = nodes.folder / "mailbox" / "manifest"
+    wait_until(manifest.exists, syncer)
+    pod = nodes.start("pod", "rows", 4, devices=1, role="learner", steps=20, **told)
+    rounds = 4
+    for process in pod.ended():
+        print(process)
+        assert process["peak"] < 0.85 * whole
+        assert process["received"] < (rounds + 1) * (whole / 4 + 8 * 2**20)
+        assert process["sent"] < rounds * (whole / 4 + 2**20)
+    assert len(records(nodes.folder / "mailbox")) == rounds
