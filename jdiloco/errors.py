@@ -4,6 +4,7 @@ JDilocoError
 |- UsageError             (also a ValueError) the call itself is wrong: change it
 |  |- RunConfigMismatch       the run was created with other settings
 |  |- SchemaMismatch          the run trains another model
+|  |- RunKeyMismatch          the run is signed with a key that this node lacks, or is not signed
 |  `- OutOfRange              a round's result cannot be held in a parameter's type
 |- StoreUnavailable       no answer, or a doubtful one: the write may have landed; try again
 |  `- StoreDenied             no such bucket, or not for these credentials: put that right first
@@ -31,6 +32,10 @@ class RunConfigMismatch(UsageError):
 
 class SchemaMismatch(UsageError):
     """The run trains another model. Names each tensor that differs, with both values."""
+
+
+class RunKeyMismatch(UsageError):
+    """The run has a key and this node has none or another, or the other way round."""
 
 
 class OutOfRange(UsageError):

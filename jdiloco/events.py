@@ -199,6 +199,17 @@ class Checkpointed(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Forged(Event):
+    """An object that does not carry the signature of the run's key; it counts as absent.
+
+    Told once by every node that sees it.
+    """
+
+    name: str  # Of the object in the mailbox.
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Degraded(Event):
     """The store does not answer; training goes on alone."""
 

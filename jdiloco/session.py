@@ -21,7 +21,7 @@ from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
 from jdiloco.errors import RunReplaced, StoreUnavailable, UsageError
 from jdiloco.protocol import joining, lives, member
-from jdiloco.protocol.keys import Keys, check_node_id
+from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
 from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
 from jdiloco.protocol.rules import ROLES, closes, share, trains
 from jdiloco.runtime import backends, packing, private, signals
@@ -35,13 +35,21 @@ from jdiloco.runtime.inspect import manifest_of, no_run
 from jdiloco.runtime.joining import Performer, initial_state, newest_values
 from jdiloco.runtime.learner import Learner
 from jdiloco.runtime.news import Values
-from jdiloco.runtime.node import Node
+from jdiloco.runtime.node import Node, hand_out
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
 from jdiloco.runtime.place import Place, PodHead
 from jdiloco.runtime.pods.follower import FollowerNode
 from jdiloco.runtime.pods.pod import Pod, check_settings, is_pod, model_digest
 from jdiloco.runtime.private import Saved
 from jdiloco.runtime.queues import Barrier, SharedQueue
+from jdiloco.runtime.run_key import (
+    open_mailbox,
+    read_run_key,
+    refuse_other_key,
+    refuse_unreadable,
+    signed,
+    store_name,
+)
 from jdiloco.runtime.schema import Schema, check_same
 from jdiloco.runtime.standing import Standing, standing
 from jdiloco.runtime.syncer import Syncer
@@ -49,6 +57,7 @@ from jdiloco.runtime.work import Work
 from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
 from jdiloco.store.counting import CountingStore
+from jdiloco.store.signed import unsigned
 from jdiloco.types import Spent
 
 LEAVE_SECONDS = 2.0
@@ -116,11 +125,14 @@ class Session:
         node reads what others send whatever they chose. Saves 10 to 30 % of the bytes, for a
         second of one core a gigabyte or some: for lines that are slow or cost money.
       callbacks: functions of one event (`jdiloco.events`), called from any thread.
+      key_file: the file that holds the run's key, for runs in which only those take part who have
+        it (`docs/who-may-write.md`). None looks in the environment, `JDILOCO_RUN_KEY` or
+        `JDILOCO_RUN_KEY_FILE`; where nothing is found there, the run has none.
       leave_with_run: whether to stay, once the data has ended, until no learner trains any more:
         then every node that does so ends with the same values. For a syncer: whether it ends with
         the last learner it has met.
 
-    Raises RunConfigMismatch, SchemaMismatch, NodeIdInUse, StoreIgnoresConditions or
+    Raises RunConfigMismatch, SchemaMismatch, RunKeyMismatch, NodeIdInUse, StoreIgnoresConditions or
     StoreUnavailable when entered; NodeSuperseded or RunReplaced from `step`.
     """
 
@@ -138,6 +150,7 @@ class Session:
         compression: str | None = None,
         callbacks: Iterable[Callback] = (log_events,),
         leave_with_run: bool = False,
+        key_file: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         _check_arguments(algorithm, mailbox, callbacks)
@@ -156,6 +169,7 @@ class Session:
         self._stopped_by: str | None = None
         self._clock = clock or Clock()
         self._mailbox = mailbox
+        self._key = read_run_key(key_file)
         self._role = role
         self._poll_interval = poll_interval
         self._compression = check_compression(compression)
@@ -354,8 +368,9 @@ class Session:
         opened = open_store(self._mailbox)
         if isinstance(opened, FolderStore):
             opened.prepare()
-        self._counting = store = CountingStore(opened)
-        self._pod = self._open_pod(opened) if is_pod() else None
+        self._counting = CountingStore(opened)
+        store = signed(self._counting, self._key, self._tell_forged)
+        self._pod = self._open_pod(opened, store_name(store, MANIFEST)) if is_pod() else None
         if self._pod is not None and not self._pod.is_head:
             self._node, newest = self._pod.follow(store, scratch, self._check_stop)
             self._schema, self._inbox = self._node.place.schema, self._node.inbox
@@ -371,13 +386,16 @@ class Session:
         )
         with contextlib.closing(performer):
             try:
+                there = self._manifests(store, scratch) and self._key is not None
+                if there and performer.run(joining.read_manifest()) is None:
+                    refuse_unreadable(store)
                 self._join_run(store, performer, scratch)
             except Exception as error:
                 if self._pod is not None:
                     self._pod.fail(error)
                 raise
 
-    def _open_pod(self, store: Store) -> Pod:
+    def _open_pod(self, store: Store, manifest: str) -> Pod:
         """What this process is of its pod; all of them have been given the same."""
         check_settings(self._role, self._ranks, self.algorithm)
         if self._saved is not None:
@@ -402,6 +420,7 @@ class Session:
             "poll_interval": self._poll_interval,
             "leave_with_run": self._leave_with_run,
             "node_id": self._node_id,
+            "key_file": manifest,  # Its name is made with the key.
         }
         self._node_id = pod.meet(store, facts)
         return pod
@@ -411,8 +430,25 @@ class Session:
             self._pod.keep_up()
         self._check_stop()
 
+    def _manifests(self, store: Store, scratch: Path) -> list[str]:
+        """What is called a manifest in the mailbox. Raises RunKeyMismatch."""
+        outside = Performer(
+            unsigned(store), self._clock, scratch=scratch, check_stop=self._check_joining
+        )
+        found = outside.run(joining.list_manifests())
+        refuse_other_key(store, found)
+        return found
+
+    def _tell_forged(self, name: str, because: str) -> None:
+        """Called from any thread, also while the node still joins."""
+        event = events.Forged(node=self._node_id, name=name, because=because)
+        if self._node is None:
+            hand_out(event, self._callbacks)
+        else:
+            self._node.tell(event)
+
     def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
-        manifest, data, created = self._find_run(store, performer)
+        manifest, data, created = self._find_run(store, performer, scratch)
         schema = self._schema = Schema.of_manifest(manifest)
         keys = Keys(manifest.run)
         saved = self._saved.kept if self._saved else None
@@ -518,7 +554,9 @@ class Session:
         if self._pod is not None and self._inbox is not None:
             self._inbox.agreed(lambda: True)  # So all know the share of the global batch.
 
-    def _find_run(self, store: Store, performer: Performer) -> tuple[Manifest, bytes, bool]:
+    def _find_run(
+        self, store: Store, performer: Performer, scratch: Path
+    ) -> tuple[Manifest, bytes, bool]:
         if self._saved is not None:
             return *self._find_saved_run(store, performer, self._saved.kept.private.run), False
         if not self._brings_model:
@@ -529,6 +567,7 @@ class Session:
         creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
 
         def describe(checkpoint: Checkpoint) -> Manifest:
+            self._manifests(store, scratch)  # Others may have begun without the key, or with one.
             return Manifest(
                 format=FORMAT,
                 run=creator.run,
@@ -918,14 +957,20 @@ def _holder(params: Any) -> Holder:
     return TreeHolder(params)
 
 
-def load(mailbox: str | os.PathLike[str] | Store, like: Any) -> Any:
+def load(
+    mailbox: str | os.PathLike[str] | Store,
+    like: Any,
+    *,
+    key_file: str | os.PathLike[str] | None = None,
+) -> Any:
     """The newest committed model in a mailbox, in the structure of `like` (parameters, or a module
     that is set in place and returned).
 
-    Joins nothing, writes nothing and counts as nobody. Raises UsageError when there is no run, and
-    SchemaMismatch when the run trains another model.
+    Joins nothing, writes nothing and counts as nobody. `key_file` holds the run's key; None looks
+    in the environment. Raises UsageError when there is no run, RunKeyMismatch when it has another
+    key, and SchemaMismatch when the run trains another model.
     """
-    store = open_store(mailbox)
+    store = open_mailbox(mailbox, key_file)
     with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
         performer = Performer(store, Clock(), scratch=Path(scratch))
         data = performer.run(joining.read_manifest())

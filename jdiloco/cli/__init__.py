@@ -84,6 +84,13 @@ def demo(
 
 
 Mailbox = Annotated[str, typer.Argument(help="The folder or URL that the run's nodes share.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the run's key, of a run that has one. By default JDILOCO_RUN_KEY holds it, "
+        "or JDILOCO_RUN_KEY_FILE names the file.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
@@ -97,6 +104,7 @@ def status(
             min=0.0,
         ),
     ] = 0.0,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a run stands. Joins nothing and writes nothing.
@@ -106,20 +114,20 @@ def status(
     """
     from jdiloco.cli.status import run_status
 
-    raise typer.Exit(run_status(mailbox, wait=wait, as_json=as_json))
+    raise typer.Exit(run_status(mailbox, wait=wait, key_file=key_file, as_json=as_json))
 
 
 @app.command()
-def verify(mailbox: Mailbox, as_json: AsJson = False) -> None:
+def verify(mailbox: Mailbox, key_file: KeyFile = None, as_json: AsJson = False) -> None:
     """Check everything that lies in a mailbox. Joins nothing and writes nothing.
 
     Walks the chain of records, holds every object against what names it, and closes every round
-    again whose inputs are still there. The exit code is 1 if anything is wrong, and 0 if not; a
-    run may go on meanwhile.
+    again whose inputs are still there; of a run that has a key it checks every signature. The exit
+    code is 1 if anything is wrong, and 0 if not; a run may go on meanwhile.
     """
     from jdiloco.cli.verify import run_verify
 
-    raise typer.Exit(run_verify(mailbox, as_json=as_json))
+    raise typer.Exit(run_verify(mailbox, key_file=key_file, as_json=as_json))
 
 
 @app.command()
@@ -134,6 +142,7 @@ def export(
             "--outer", help="Also the momentum of the outer step and the float32 master copies."
         ),
     ] = False,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest committed model as an Orbax checkpoint. Joins nothing; a run may go on.
@@ -143,7 +152,8 @@ def export(
     """
     from jdiloco.cli.export import run_export
 
-    raise typer.Exit(run_export(mailbox, directory, outer=outer, as_json=as_json))
+    code = run_export(mailbox, directory, outer=outer, key_file=key_file, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -158,6 +168,7 @@ def gc(
             "--once", help="Do not wait to see who is gone: beats of silent nodes are left."
         ),
     ] = False,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove what nodes that died have left and no living node will remove.
@@ -168,7 +179,8 @@ def gc(
     """
     from jdiloco.cli.gc import run_gc
 
-    raise typer.Exit(run_gc(mailbox, dry_run=dry_run, once=once, as_json=as_json))
+    code = run_gc(mailbox, dry_run=dry_run, once=once, key_file=key_file, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()

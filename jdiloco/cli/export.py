@@ -18,10 +18,12 @@ with ocp.StandardCheckpointer() as checkpointer:
     {name} = checkpointer.restore("{directory}")"""
 
 
-def run_export(mailbox: str, directory: Path, *, outer: bool, as_json: bool) -> int:
+def run_export(
+    mailbox: str, directory: Path, *, outer: bool, key_file: Path | None = None, as_json: bool
+) -> int:
     """The command. Returns the exit code."""
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX; take no accelerator for it.
-    made = export(mailbox, directory, outer=outer)
+    made = export(mailbox, directory, outer=outer, key_file=key_file)
     if as_json:
         sys.stdout.write(msgspec.json.encode(made).decode() + "\n")
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import msgspec
 import typer
@@ -18,11 +19,13 @@ NAMES = {
 }
 
 
-def run_gc(mailbox: str, *, dry_run: bool, once: bool, as_json: bool) -> int:
+def run_gc(
+    mailbox: str, *, dry_run: bool, once: bool, key_file: Path | None = None, as_json: bool
+) -> int:
     """The command. Returns the exit code."""
     if not once:
         typer.echo("Watching the beats to see who is gone; `--once` does without.", err=True)
-    found = collect(mailbox, dry_run=dry_run, once=once)
+    found = collect(mailbox, dry_run=dry_run, once=once, key_file=key_file)
     if as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return 0

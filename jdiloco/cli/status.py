@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -33,9 +34,9 @@ COLOURS = {"alive": "green", "silent": "red", "left": "blue", "unknown": "yellow
 MANY_DROPPED = 0.2
 
 
-def run_status(mailbox: str, *, wait: float, as_json: bool) -> int:
+def run_status(mailbox: str, *, wait: float, key_file: Path | None = None, as_json: bool) -> int:
     """The command. Returns the exit code."""
-    status = read_status(mailbox, wait=wait)
+    status = read_status(mailbox, wait=wait, key_file=key_file)
     if as_json:
         sys.stdout.write(to_json(status) + "\n")
     else:

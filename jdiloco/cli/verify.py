@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import msgspec
@@ -26,11 +27,11 @@ SHOWN = 20
 """Stretches of rounds, or remarks, before the rest is only counted."""
 
 
-def run_verify(mailbox: str, *, as_json: bool) -> int:
+def run_verify(mailbox: str, *, key_file: Path | None = None, as_json: bool) -> int:
     """The command. Returns the exit code: 0 if nothing was found."""
     jax.config.update("jax_platforms", "cpu")  # Rounds are closed there; take nothing else.
     with _progress(quiet=as_json) as show:
-        report = verifying.verify(mailbox, progress=show)
+        report = verifying.verify(mailbox, progress=show, key_file=key_file)
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:

@@ -228,6 +228,11 @@ def settle(key: str, data: bytes, waiting: Waiting) -> Steps[bytes]:
 # Reading where the run stands
 
 
+def list_manifests() -> Steps[list[str]]:
+    """What is called a manifest: of several runs, were one with and another without a key."""
+    return (yield List(MANIFEST))
+
+
 def read_manifest() -> Steps[bytes | None]:
     """The manifest's bytes, None when there is no run."""
     return (yield Get(MANIFEST))

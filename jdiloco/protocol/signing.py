@@ -13,8 +13,10 @@ out and one on its way in (`jdiloco.store.signed`), and both are made of the fun
     payloads, files of checkpoints
                    are covered by the hashes in signed objects; of a checkpoint the MAC stands in
                    the name of its directory, since other programs restore what lies in it
+    parts of a pod's contribution
+                   have their hash in their names
     beats, arrivals at barriers
-                   are empty: their names are all that is read
+                   are their names; the account in a beat is read by `status` alone, unsigned
 
 What does not pass on the way in counts as absent. An object that is copied to another key, or from
 another run of the same key, does not pass; one that was deleted may be put back under its own key,
@@ -136,7 +138,7 @@ def is_signed(key: str) -> bool:
     if not _is_ours(key) or key.startswith(CREATING) or _is_in_checkpoint(key):
         return False
     kind, _, rest = key.partition("/")[2].partition("/")
-    if kind in ("data", "barrier"):
+    if kind in ("data", "barrier", "save"):
         return False
     at_log = kind == "log"
     return not (at_log and (rest.startswith("live/") or _is_contribution(rest)))
@@ -164,8 +166,9 @@ def _is_ours(key: str) -> bool:
 
 
 def _is_in_checkpoint(key: str) -> bool:
+    """Parts of a pod's initial values lie there too, and count by their names."""
     parts = key.split("/")
-    return len(parts) > 3 and parts[1] == "save"
+    return len(parts) > 3 and parts[1] == "save" and not parts[3].startswith("part.")
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from jdiloco.protocol.records import ContributionHead, Payload
 from jdiloco.runtime import messages, wire
 from jdiloco.runtime.pods.parts import Misfit, assembled
 from jdiloco.store.base import Buffer, Store
+from jdiloco.store.signed import UNSIGNED, Signer, signer_of
 from jdiloco.types import Counters, TensorSpec
 
 
@@ -43,12 +44,29 @@ def encode(
     tensors: Mapping[str, np.ndarray],
     *,
     compression: str | None = None,
+    signer: Signer = UNSIGNED,
 ) -> Sequence[Buffer]:
-    """The object under `key`. Its digest covers key, head and tensors, compressed or not."""
+    """The object under `key`. Its digest covers key, head and tensors, compressed or not.
+
+    `signer` signs head and digest, so that either can be trusted without reading the tensors.
+    """
     text = msgspec.json.encode(head, order="deterministic").decode()
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     metadata = {"head": text, "digest": _digest(key, text, arrays)}
+    if signature := signer.sign(key, _said(metadata)):
+        metadata["signature"] = signature
     return messages.encode(arrays, metadata, compression=compression)
+
+
+def _said(metadata: Mapping[str, str]) -> str:
+    return f"{metadata['head']}\n{metadata['digest']}"
+
+
+def _head(metadata: Mapping[str, str], key: str, signer: Signer) -> ContributionHead:
+    """Raises FormatError, KeyError or MsgspecError unless whoever may has said it under `key`."""
+    if not signer.vouches(key, _said(metadata), metadata.get("signature", "")):
+        raise FormatError(f"{key!r} is not signed as it has to be.")
+    return msgspec.json.decode(metadata["head"], type=ContributionHead)
 
 
 def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
@@ -58,7 +76,7 @@ def _digest(key: str, head: str, tensors: Mapping[str, np.ndarray]) -> str:
     return running.hexdigest()
 
 
-def decode(key: str, data: bytes | None, *, room: int) -> Contribution:
+def decode(key: str, data: bytes | None, *, room: int, signer: Signer = UNSIGNED) -> Contribution:
     """Reads a contribution. Raises Rejection("missing") or Rejection("corrupt").
 
     Of a compressed one the tensors take at most `room` bytes (`wire.room`), or it is corrupt: then
@@ -68,20 +86,23 @@ def decode(key: str, data: bytes | None, *, room: int) -> Contribution:
         raise Rejection("missing")
     try:
         message = messages.decode(data, room=room)
-        text = message.metadata["head"]
-        digest = _digest(key, text, message.tensors)
+        head = _head(message.metadata, key, signer)
+        digest = _digest(key, message.metadata["head"], message.tensors)
         if message.metadata["digest"] != digest:
             raise Rejection("corrupt")
-        head = msgspec.json.decode(text, type=ContributionHead)
     except (FormatError, KeyError, msgspec.MsgspecError) as error:
         raise Rejection("corrupt") from error
     return Contribution(head, message.tensors, digest)
 
 
-def are_same(key: str, sent: Sequence[Buffer], found: bytes | None, *, room: int) -> bool:
+def are_same(
+    key: str, sent: Sequence[Buffer], found: bytes | None, *, room: int, signer: Signer = UNSIGNED
+) -> bool:
     """Whether what was found under `key` says what was sent there, compressed or not."""
     try:
-        mine, theirs = (decode(key, data, room=room) for data in (b"".join(sent), found))
+        mine, theirs = (
+            decode(key, data, room=room, signer=signer) for data in (b"".join(sent), found)
+        )
     except Rejection:
         return False
     return mine.sha256 == theirs.sha256
@@ -96,7 +117,7 @@ def read_head(store: Store, key: str) -> ContributionHead | None:
         metadata = messages.read_metadata(
             lambda start, stop: store.get(key, start=start, stop=stop)
         )
-        return msgspec.json.decode(metadata["head"], type=ContributionHead)
+        return _head(metadata, key, signer_of(store))
     except (FormatError, KeyError, msgspec.MsgspecError):
         return None
 

@@ -37,9 +37,9 @@ from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import find_run
 from jdiloco.runtime.joining import BULK_WAITS, Performer, newest_state
-from jdiloco.runtime.payloads import Patient
+from jdiloco.runtime.payloads import patient
+from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.runtime.schema import Schema
-from jdiloco.store import open_store
 from jdiloco.store.base import Store
 
 UNFINISHED = ".orbax-checkpoint-tmp-"
@@ -63,6 +63,7 @@ def export(
     directory: str | os.PathLike[str],
     *,
     outer: bool = False,
+    key_file: str | os.PathLike[str] | None = None,
     clock: Clock | None = None,
 ) -> Exported:
     """Writes the newest committed model of a mailbox as one Orbax checkpoint.
@@ -72,6 +73,8 @@ def export(
       directory: where the checkpoint is to be; there may be nothing yet, or an empty directory.
       outer: False: the tree is the parameters. True: it has them under `params`, beside `momentum`
         (float32) and `master`, the float32 copies behind bfloat16 and float16 parameters.
+      key_file: the file that holds the run's key; None looks in the environment
+        (`jdiloco.runtime.run_key`).
 
     `jdiloco.runtime.export` shows how to restore it. Before the first commit the values are those
     that the run was created with. Holds the whole model in memory. Tensors without elements are
@@ -81,9 +84,9 @@ def export(
     mailbox has lost or damaged what its newest records name.
     """
     clock = clock or Clock()
-    store = open_store(mailbox)
+    store = open_mailbox(mailbox, key_file)
     target = _outside(place_for(directory), store)
-    manifest, data = find_run(Patient(store, BULK_WAITS, clock.sleep))
+    manifest, data = find_run(patient(store, BULK_WAITS, clock.sleep))
     schema = Schema.of_manifest(manifest)
     with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
         performer = Performer(store, clock, scratch=Path(scratch))

@@ -15,8 +15,8 @@ from jdiloco.protocol.rules import Rules
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import find_run
 from jdiloco.runtime.joining import BULK_WAITS, Performer
-from jdiloco.runtime.payloads import Patient
-from jdiloco.store import open_store
+from jdiloco.runtime.payloads import patient
+from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.store.base import Store
 
 
@@ -42,6 +42,7 @@ class Collected:
 def collect(
     mailbox: str | os.PathLike[str] | Store,
     *,
+    key_file: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     once: bool = False,
     clock: Clock | None = None,
@@ -49,6 +50,8 @@ def collect(
     """Removes what no node needs and no living node will remove: `jdiloco.protocol.garbage`.
 
     Arguments:
+      key_file: the file that holds the run's key; None looks in the environment
+        (`jdiloco.runtime.run_key`).
       dry_run: only look.
       once: do not wait to see who is gone: beats of nodes and creators that fell silent stay.
 
@@ -59,8 +62,8 @@ def collect(
     and RunReplaced when the mailbox got another run meanwhile.
     """
     clock = clock or Clock()
-    store = open_store(mailbox)
-    reading = Patient(store, BULK_WAITS, clock.sleep)
+    store = open_mailbox(mailbox, key_file)
+    reading = patient(store, BULK_WAITS, clock.sleep)
     manifest, data = find_run(reading)
     with tempfile.TemporaryDirectory(prefix="jdiloco-") as scratch:
         performer = Performer(store, clock, scratch=Path(scratch))

@@ -21,7 +21,7 @@ from jdiloco.protocol.keys import (
     UnitKey,
 )
 from jdiloco.protocol.records import Manifest, RoundRecord, unseal
-from jdiloco.store import open_store
+from jdiloco.runtime.run_key import open_mailbox, refuse_unreadable
 from jdiloco.store.base import Entry, Store
 
 KINDS = (
@@ -52,9 +52,11 @@ class RunView:
     waiting: tuple[ContributionKey, ...]  # To rounds that have no record yet.
 
 
-def read_run(mailbox: str | os.PathLike[str] | Store) -> RunView:
+def read_run(
+    mailbox: str | os.PathLike[str] | Store, *, key_file: str | os.PathLike[str] | None = None
+) -> RunView:
     """Reads every round record. Errors: `find_run`."""
-    store = open_store(mailbox)
+    store = open_mailbox(mailbox, key_file)
     manifest, _ = find_run(store)
     keys = Keys(manifest.run)
     stock = take_stock(store.list(keys.log), keys)
@@ -69,8 +71,8 @@ def read_run(mailbox: str | os.PathLike[str] | Store) -> RunView:
 def find_run(store: Store) -> tuple[Manifest, bytes]:
     """The run of a mailbox, with the bytes of its manifest.
 
-    Raises UsageError when there is none, saying what there is instead, and FormatError when its
-    manifest cannot be read.
+    Raises UsageError when there is none, saying what there is instead, RunKeyMismatch when it has
+    another run key than is given here, and FormatError when its manifest cannot be read.
     """
     data = store.get(MANIFEST)
     if data is None:
@@ -90,7 +92,11 @@ def manifest_of(store: Store, data: bytes) -> Manifest:
 
 
 def no_run(store: Store) -> UsageError:
-    """The error for a mailbox without a manifest; it says what is there instead."""
+    """The error for a mailbox without a manifest; it says what is there instead.
+
+    Raises the one for a run with another key than is given here.
+    """
+    refuse_unreadable(store)
     return UsageError(_what_is_there(store))
 
 

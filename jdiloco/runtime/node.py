@@ -60,6 +60,7 @@ from jdiloco.runtime.times import BLOCKING, Busy
 from jdiloco.runtime.workers import Worker
 from jdiloco.store.base import Buffer, small_requests
 from jdiloco.store.settle import create_owned
+from jdiloco.store.signed import signer_of
 from jdiloco.types import Spent
 
 logger = logging.getLogger("jdiloco")
@@ -173,15 +174,12 @@ class Node:
         return found
 
     def emit(self, event: events.Event) -> None:
-        """Hands an event to every callback; one that raises is logged and changes nothing.
+        """Hands an event to every callback: see `hand_out`."""
+        hand_out(event, self._callbacks)
 
-        What is no `Exception` goes on: a KeyboardInterrupt is meant for the program.
-        """
-        for callback in self._callbacks:
-            try:
-                callback(event)
-            except Exception:
-                logger.exception("a callback raised on %s", event)
+    def tell(self, event: events.Event) -> None:
+        """The same, on a thread of its own: a callback may be slow, and beats must not wait."""
+        self._workers["tell"].submit(lambda: self.emit(event))
 
     def leave(self, seconds: float, *, hurry: bool) -> None:
         """Says so with a last beat, as far as that goes in `seconds`, and ends every thread.
@@ -367,16 +365,17 @@ class Node:
         self, key: str, head: ContributionHead, fetch: Fetch, compression: str | None = None
     ) -> Sequence[Buffer]:
         """Its bytes; an empty one when the delta cannot be brought to the host."""
-        pod = self.place.pod
+        pod, signer = self.place.pod, signer_of(self.place.store)
         try:
             if pod is not None:
                 return pod.desk.encode(key, head, fetch())
-            return contributions.encode(key, head, fetch(), compression=compression)
+            return contributions.encode(key, head, fetch(), compression=compression, signer=signer)
         except StoreUnavailable:
             raise
         except Exception:
             logger.exception("the delta of round %d could not be made", head.round)
-            return contributions.encode(key, msgspec.structs.replace(head, empty=True), {})
+            empty = msgspec.structs.replace(head, empty=True)
+            return contributions.encode(key, empty, {}, signer=signer)
 
     def _send(self, key: str, head: ContributionHead, data: Sequence[Buffer]) -> None:
         """A life before this one may have sent it, and compressed it in another way or not."""
@@ -386,7 +385,8 @@ class Node:
             found, place = self.place.store.get(key), self.place
             specs = place.schema.fragment(head.fragment)
             room = wire.room(specs, place.algorithm.delta_dtype)
-            if not contributions.are_same(key, data, found, room=room):
+            signer = signer_of(place.store)
+            if not contributions.are_same(key, data, found, room=room, signer=signer):
                 raise
 
     def _forget(self, effect: fx.Forget) -> None:
@@ -554,11 +554,22 @@ class Node:
         self._workers["save"].submit(job)
 
     def _emit(self, effect: fx.Emit) -> None:
-        """On a thread of its own: a callback may be slow, and beats must not wait for it."""
-        self._workers["tell"].submit(lambda: self.emit(effect.event))
+        self.tell(effect.event)
 
     def _stop(self, effect: fx.Stop) -> None:
         self.to_learner.put(Halt(effect.error))
+
+
+def hand_out(event: events.Event, callbacks: Iterable[Callable[[events.Event], None]]) -> None:
+    """Hands an event to every callback; one that raises is logged and changes nothing.
+
+    What is no `Exception` goes on: a KeyboardInterrupt is meant for the program.
+    """
+    for callback in callbacks:
+        try:
+            callback(event)
+        except Exception:
+            logger.exception("a callback raised on %s", event)
 
 
 def _published(head: ContributionHead) -> events.Published:

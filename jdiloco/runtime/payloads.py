@@ -23,6 +23,7 @@ from jdiloco.runtime import checkpoints, messages
 from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Buffer, Entry, Store
+from jdiloco.store.signed import SignedStore
 from jdiloco.types import TensorSpec
 
 Tensors = Mapping[str, np.ndarray]
@@ -159,6 +160,15 @@ class Patient:
         return request()
 
 
+def patient(store: Store, waits: Sequence[float], sleep: Callable[[float], object]) -> Store:
+    """`store` with patience; where it has a door for signatures, behind that."""
+
+    def wrap(inner: Store) -> Store:
+        return Patient(inner, waits, sleep)
+
+    return store.around(wrap) if isinstance(store, SignedStore) else wrap(store)
+
+
 class Library:
     """Reads versions: from payloads where they are, else from the run checkpoint that covers them.
 
@@ -175,7 +185,7 @@ class Library:
         waits: Sequence[float],
         sleep: Callable[[float], object],
     ) -> None:
-        self._store = Patient(store, waits, sleep)
+        self._store = patient(store, waits, sleep)
         self._schema = schema
         self._scratch = scratch
         self._restored: tuple[str, RunState] | None = None

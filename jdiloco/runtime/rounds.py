@@ -31,6 +31,7 @@ from jdiloco.runtime.contributions import Contribution, Rejection
 from jdiloco.runtime.payloads import Library, Tensors
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Buffer, Store
+from jdiloco.store.signed import signer_of
 
 logger = logging.getLogger("jdiloco")
 
@@ -90,7 +91,9 @@ class RoundCloser:
             raise Rejection("superseded")
         specs = self._schema.fragment(request.fragment)
         room = wire.room(specs, self._algorithm.delta_dtype)
-        found = contributions.decode(name, self._store.get(name), room=room)
+        found = contributions.decode(
+            name, self._store.get(name), room=room, signer=signer_of(self._store)
+        )
         try:
             found, measured = self._measure(request, found)
         except Rejection as rejection:

@@ -20,9 +20,9 @@ from jdiloco.protocol.records import Claim, Ledger, Manifest, RoundRecord, Timin
 from jdiloco.protocol.rules import Life
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import Stock, find_run, newest_beats, read_records, take_stock
-from jdiloco.runtime.payloads import Patient
+from jdiloco.runtime.payloads import patient
+from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.runtime.spending import read_accounts
-from jdiloco.store import open_store
 from jdiloco.store.base import Store
 from jdiloco.types import Spent
 
@@ -134,15 +134,20 @@ class Status:
 
 
 def read_status(
-    mailbox: str | os.PathLike[str] | Store, *, wait: float = 0.0, clock: Clock | None = None
+    mailbox: str | os.PathLike[str] | Store,
+    *,
+    wait: float = 0.0,
+    key_file: str | os.PathLike[str] | None = None,
+    clock: Clock | None = None,
 ) -> Status:
     """Reads where a run stands. Holds one record at a time, however long the run is.
 
     `wait` is the seconds between two looks that tell who is alive: two beat intervals or more; 0
-    looks once. Errors: `jdiloco.runtime.inspect.find_run`; FormatError for a damaged record.
+    looks once. `key_file` holds the run's key, None looks in the environment. Errors:
+    `jdiloco.runtime.inspect.find_run`; FormatError for a damaged record.
     """
     clock = clock or Clock()
-    store = Patient(open_store(mailbox), WAITS, clock.sleep)
+    store = patient(open_mailbox(mailbox, key_file), WAITS, clock.sleep)
     manifest, _ = find_run(store)
     keys = Keys(manifest.run)
     before: tuple[BeatKey, ...] = ()

@@ -22,6 +22,7 @@ from jdiloco.runtime.pods.pieces import Pieces
 from jdiloco.runtime.workers import Worker
 from jdiloco.store.base import Buffer, Store
 from jdiloco.store.settle import create_owned
+from jdiloco.store.signed import signer_of
 
 logger = logging.getLogger("jdiloco")
 
@@ -74,11 +75,12 @@ class Desk:
         senders = frozenset[int]().union(*(pieces.senders for pieces in share.values()))
         if self._process in senders:
             self._create(head, parts.encode(share, compression=self._compression))
-        found = self._await(head, senders)
+        found, signer = self._await(head, senders), signer_of(self._store)
         if any(part.sha256 == parts.FAILED_SHA256 for part in found):
             empty = msgspec.structs.replace(head, empty=True)
-            return contributions.encode(key, empty, {})
-        return contributions.encode(key, msgspec.structs.replace(head, parts=found), {})
+            return contributions.encode(key, empty, {}, signer=signer)
+        named = msgspec.structs.replace(head, parts=found)
+        return contributions.encode(key, named, {}, signer=signer)
 
     def _await(self, head: ContributionHead, senders: frozenset[int]) -> tuple[Payload, ...]:
         deadline, wait = self._now() + self._patience, FIRST_LOOK

@@ -71,6 +71,9 @@ class FollowerNode:
     def emit(self, event: events.Event) -> None:
         """The head's learner has the same to tell."""
 
+    def tell(self, event: events.Event) -> None:
+        """The head sees what lies in the mailbox, too."""
+
     def spent(self) -> Spent:
         """It goes to the head with every row, and is counted there."""
         return Spent()

@@ -18,6 +18,7 @@ from jdiloco.runtime.inspect import Stock
 from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.report import Finding, Remark
 from jdiloco.store.base import Store
+from jdiloco.store.signed import forged_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Reader:
         """An object; None, noted with the rule, when it is not there."""
         self.tell(key)
         data = self.store.get(key)
-        if data is None:
+        if data is None and (because := forged_as(self.store, key)):
+            self.wrong(key, because, means)
+        elif data is None:
             self.absent(key, rule, means)
         else:
             self.took(len(data))

@@ -27,6 +27,7 @@ from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.lives import Lives
 from jdiloco.runtime.verify.reading import Reader, Rule, never
 from jdiloco.store.base import Buffer
+from jdiloco.store.signed import signer_of
 
 TOLERANCE = 1e-6
 """Of a tensor's length: how far two builds may be apart."""
@@ -164,7 +165,8 @@ class Rounds:
         fragment = key.round % len(self._settings.schema.plan)
         specs = self._settings.schema.fragment(fragment)
         room = wire.room(specs, self._settings.delta_dtype)
-        found = contributions.decode(name, data, room=room)
+        signer = signer_of(self._reader.store)
+        found = contributions.decode(name, data, room=room, signer=signer)
         return contributions.check(
             found,
             key,

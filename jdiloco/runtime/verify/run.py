@@ -13,7 +13,7 @@ import msgspec
 from jdiloco.algo import merges
 from jdiloco.algo.merges import Merge
 from jdiloco.errors import FormatError, UsageError
-from jdiloco.protocol.keys import MANIFEST, Keys
+from jdiloco.protocol.keys import CREATING, MANIFEST, Keys
 from jdiloco.protocol.records import (
     Account,
     Build,
@@ -26,7 +26,8 @@ from jdiloco.protocol.rules import Life
 from jdiloco.runtime.build import this_build
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import Stock, manifest_of, no_run, take_stock
-from jdiloco.runtime.payloads import Patient
+from jdiloco.runtime.payloads import patient
+from jdiloco.runtime.run_key import open_mailbox, refuse_other_key
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.verify.chain import Made, Walk
 from jdiloco.runtime.verify.lives import Claims, Lives
@@ -35,8 +36,8 @@ from jdiloco.runtime.verify.report import Finding, Remark, Report, Stretch
 from jdiloco.runtime.verify.rounds import GONE, Kept, Rounds, Settings
 from jdiloco.runtime.verify.saved import Saved
 from jdiloco.runtime.verify.work import Work
-from jdiloco.store import open_store
 from jdiloco.store.base import Store
+from jdiloco.store.signed import NAME, forged_as, forged_names, unsigned
 
 WAITS = (0.1, 0.3, 1.0, 2.0)
 """Seconds between the tries of a request that the store does not answer."""
@@ -48,6 +49,7 @@ def verify(
     merges: Sequence[type] = (),
     build: Build | None = None,
     progress: Callable[[Progress], object] = lambda progress: None,
+    key_file: str | os.PathLike[str] | None = None,
     clock: Clock | None = None,
 ) -> Report:
     """Checks everything that lies in a mailbox. Joins nothing and writes nothing.
@@ -58,11 +60,13 @@ def verify(
       build: what rounds are recomputed on; None is this one. Rounds of the same build must come
         out bit for bit.
       progress: called before every object.
+      key_file: the file that holds the run's key; None looks in the environment
+        (`jdiloco.runtime.run_key`).
 
     Raises UsageError when there is no run, and FormatError for one of a newer format. What is
     damaged is no error: it is in the report.
     """
-    store = Patient(open_store(mailbox), WAITS, (clock or Clock()).sleep)
+    store = patient(open_mailbox(mailbox, key_file), WAITS, (clock or Clock()).sleep)
     data = store.get(MANIFEST)
     if data is None:
         return _without_manifest(store)
@@ -86,6 +90,9 @@ LOST = (
 
 def _without_manifest(store: Store) -> Report:
     """A manifest is never removed: without one there is no run, or one that has lost it."""
+    refuse_other_key(store, [entry.key for entry in unsigned(store).list(MANIFEST)])
+    if because := forged_as(store, MANIFEST):
+        return _unreadable(store, because)
     keys = [entry.key for entry in store.list("")]
     logged = [key for key in keys if key.split("/")[1:2] == ["log"]]  # Deeper: another mailbox.
     if not logged:
@@ -167,6 +174,7 @@ class _Verification:
         self._check_names()
         later = self._follow()
         self._check_end()
+        self._check_signatures()
         reader.judge_absent(self._walk)
         return Report(
             url=reader.store.url,
@@ -320,6 +328,13 @@ class _Verification:
         means = "Rounds that were committed are lost: nodes that join would go on from older ones."
         what = f"is missing, and yet there is {found}, which comes later than it"
         self._reader.wrong(self._keys.record(next_round), what, means)
+
+    def _check_signatures(self) -> None:
+        """What lies beside the objects of a signed run and is called as if it were one of them."""
+        mine = (MANIFEST, CREATING, f"{self._keys.run}/")
+        for name in forged_names(self._reader.store):
+            if name.startswith(mine):
+                self._reader.wrong(name, NAME, "Nodes take no notice of it: remove it by hand.")
 
     def _stretches(self, count: int) -> tuple[Stretch, ...]:
         found: list[Stretch] = []
