@@ -46,7 +46,7 @@ NAME_DIGITS = 32
 _ENDED = re.compile(rf"(?P<key>.+)\.(?P<mac>[0-9a-f]{{{NAME_DIGITS}}})", re.DOTALL)
 _MANIFEST = re.compile(rf"{MANIFEST}(\.[0-9a-f]{{{NAME_DIGITS}}})?")
 _KINDS = ("log", "node", "unit", "rank", "barrier", "data", "save")
-_CONTRIBUTION = re.compile(r"[0-9]{10}\.2\..*")
+_CONTRIBUTION = re.compile(r"[^/]+/log/[0-9]{7}/[0-9]{10}\.2\.[^/]*")
 
 
 class RunKey:
@@ -140,8 +140,7 @@ def is_signed(key: str) -> bool:
     kind, _, rest = key.partition("/")[2].partition("/")
     if kind in ("data", "barrier", "save"):
         return False
-    at_log = kind == "log"
-    return not (at_log and (rest.startswith("live/") or _is_contribution(rest)))
+    return not (kind == "log" and rest.startswith("live/")) and not is_contribution(key)
 
 
 def names_a_manifest(name: str) -> bool:
@@ -155,8 +154,9 @@ def run_of(key: str) -> str:
     return run if found and not key.startswith(CREATING) else ""
 
 
-def _is_contribution(rest: str) -> bool:
-    return _CONTRIBUTION.fullmatch(rest.rpartition("/")[2]) is not None
+def is_contribution(key: str) -> bool:
+    """Whether a contribution lies under `key`: its signature stands within."""
+    return _CONTRIBUTION.fullmatch(key) is not None
 
 
 def _is_ours(key: str) -> bool:

@@ -31,6 +31,7 @@ from jdiloco.testing.invariants.progress import (
     l2_only_silence_ends_a_lease,
     l3_training_is_never_blocked_nor_ended_by_the_store,
 )
+from jdiloco.testing.invariants.trust import k1_nodes_are_shown_what_nodes_wrote
 from jdiloco.testing.invariants.work import (
     elected_nodes_leave_training_to_others,
     w1_every_row_is_trained_once,
@@ -45,7 +46,7 @@ __all__ = ["PROPERTIES", "Broken", "Facts", "broken"]
 class Broken:
     """A property that a run does not have."""
 
-    name: str  # S1 to S8, L1 to L3, or `roles`.
+    name: str  # S1 to S8, K1, W1, W2, L1 to L3, or `roles`.
     what: str
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ PROPERTIES: dict[str, Callable[[Facts], Violations]] = {
     "S5": s5_nodes_act_on_committed_records_alone,
     "S7": s7_every_ledger_adds_up,
     "S8": s8_bad_contributions_are_rejected,
+    "K1": k1_nodes_are_shown_what_nodes_wrote,
     "W1": w1_every_row_is_trained_once,
     "W2": w2_shared_work_is_completed,
     "L1": l1_every_round_gets_a_record,

@@ -6,8 +6,9 @@
 
 Every decision is made by the protocol code of production: `member.step`, the learner's machine and
 the joining generators. What is simulated is the rest: clocks, a store that misbehaves, processes
-that are killed at any point, sleep longer than their lease and come back. One seed gives one
-history. `Scenario` says what is to happen in place of what a seed draws.
+that are killed at any point, sleep longer than their lease and come back, and somebody who writes
+to the mailbox without the run's key. One seed gives one history. `Scenario` says what is to happen
+in place of what a seed draws.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import collections
 import dataclasses
 
 from jdiloco.testing.simulate.collector import Collector
+from jdiloco.testing.simulate.forger import Forger
 from jdiloco.testing.simulate.history import Entry, History
 from jdiloco.testing.simulate.mailbox import Mailbox
 from jdiloco.testing.simulate.node import Node
@@ -24,6 +26,7 @@ from jdiloco.testing.simulate.scenario import (
     Collection,
     Death,
     Faults,
+    Forgery,
     Plan,
     Scenario,
     draw,
@@ -35,6 +38,7 @@ __all__ = [
     "Collection",
     "Death",
     "Faults",
+    "Forgery",
     "History",
     "Plan",
     "Scenario",
@@ -72,11 +76,13 @@ class _Simulation:
                 self._world.after(when, lambda plan=alone: self._start(plan, ()))
         for number, collection in enumerate(self._scenario.collections, 1):
             self._collect(number, collection)
+        if self._scenario.forgery is not None:
+            Forger(self._world, self._mailbox, self._scenario, self._scenario.forgery).start()
         ended = self._world.run(self._scenario.horizon, lambda: not self._running)
         return History(
             self._scenario,
             tuple(self._entries),
-            dict(self._mailbox.objects),
+            self._mailbox.opened,
             ended,
             tuple(self._mailbox.sent),
         )

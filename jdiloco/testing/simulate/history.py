@@ -51,6 +51,29 @@ class Deleted(Entry):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Forged(Entry):
+    """Somebody who has no key put an object into the mailbox."""
+
+    name: str
+    how: str
+
+    @property
+    def what(self) -> str:
+        return f"forged {self.name} ({self.how})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Believed(Entry):
+    """A process was shown what no node has written."""
+
+    key: str
+
+    @property
+    def what(self) -> str:
+        return f"was shown {self.key}, which no node wrote"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Asked(Entry):
     """A process sent a request that did not go well."""
 

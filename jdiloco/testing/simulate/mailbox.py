@@ -4,6 +4,9 @@ A create that gets no answer may still land, at once or seconds later, whether i
 not; a listing may show the mailbox as it was; a create may be refused with nothing stored. What it
 never does is to break a promise of `jdiloco.store.base`: of several creates of one key one wins,
 and a completed create is found by every later `get`.
+
+In a signed run it holds names and bytes as `jdiloco.protocol.signing` makes them, and each process
+asks through a door of its own. Whether what that lets in was written by a node is known here.
 """
 
 from __future__ import annotations
@@ -15,7 +18,17 @@ from collections.abc import Callable
 from typing import Any
 
 from jdiloco.errors import StoreUnavailable
-from jdiloco.testing.simulate.history import Asked, Deleted, Entry, Sent, Stored
+from jdiloco.protocol import signing
+from jdiloco.protocol.signing import RunKey
+from jdiloco.testing.simulate.history import (
+    Asked,
+    Believed,
+    Deleted,
+    Entry,
+    Forged,
+    Sent,
+    Stored,
+)
 from jdiloco.testing.simulate.scenario import NO_FAULTS, Scenario
 from jdiloco.testing.simulate.world import Operation, Process, Resume, World
 
@@ -35,6 +48,9 @@ class Request(Operation):
         self.mailbox.request(process, self, resume)
 
 
+SECRET = RunKey(b"the secret of every signed run here")
+
+
 class Mailbox:
     """The objects, and what becomes of requests."""
 
@@ -48,6 +64,10 @@ class Mailbox:
         self.sent: builtins.list[Sent] = []
         self._tried: dict[str, float] = {}  # When a create of a key arrived last.
         self._gone: list[tuple[float, str]] = []  # When which key was deleted.
+        self.past: dict[str, bytes] = {}  # What has been deleted.
+        self.laid: builtins.list[str] = []  # Every name that ever came to lie here, in order.
+        self._written: dict[str, bytes] = {}  # By nodes, whatever has become of it.
+        self._read: dict[str, str | None] = {}  # What names stand for, as far as it was asked.
 
     # What processes ask for
 
@@ -145,10 +165,10 @@ class Mailbox:
             case "create":
                 return fate != "taken" and self.put(who, request.key, request.data)
             case "get":
-                return self.objects.get(request.key)
+                return self._get(who, request.key)
             case "list":
                 seconds = self.world.rng.uniform(0, self._scenario.faults.stale_seconds)
-                return self._list(request, seconds if fate == "stale" else 0.0)
+                return self._list(who, request, seconds if fate == "stale" else 0.0)
             case "delete":
                 for key in request.keys:
                     self.remove(who, key)
@@ -156,25 +176,69 @@ class Mailbox:
 
     def put(self, who: str, key: str, data: bytes) -> bool:
         """Creates an object if there is none."""
-        if key in self.objects:
+        name, body = self._closed(key, data)
+        if not self._lay(name, body):
             return False
-        self.objects[key] = data
-        self._born[key] = self.world.now
-        bisect.insort(self._keys, key)
+        self._written[key] = data
         self._write(Stored(self.world.now, who, key, data))
         return True
 
     def remove(self, who: str, key: str) -> None:
-        if self.objects.pop(key, None) is None:
+        name, _ = self._closed(key, b"")
+        data = self.objects.pop(name, None)
+        if data is None:
             return
-        del self._keys[bisect.bisect_left(self._keys, key)]
-        self._gone.append((self.world.now, key))
+        self.past[name] = data
+        del self._keys[bisect.bisect_left(self._keys, name)]
+        self._gone.append((self.world.now, name))
         self._write(Deleted(self.world.now, who, key))
 
-    def _list(self, request: Request, seconds: float) -> list[str]:
+    def _lay(self, name: str, data: bytes) -> bool:
+        if name in self.objects:
+            return False
+        self.objects[name] = data
+        self.laid.append(name)
+        self._born[name] = self.world.now
+        bisect.insort(self._keys, name)
+        return True
+
+    def _get(self, who: str, key: str) -> bytes | None:
+        name, _ = self._closed(key, b"")
+        data = self.objects.get(name)
+        if data is None or not _is_signed(key):
+            return data  # Of all else the reader knows the hash.
+        if self._scenario.signed:
+            data = SECRET.open(key, data)
+        if data is not None and data != self._written.get(key):
+            self._write(Believed(self.world.now, who, key))
+        return data
+
+    def _list(self, who: str, request: Request, seconds: float) -> builtins.list[str]:
+        prefix, after = request.key, request.after
+        if self._scenario.signed:
+            prefix, after = SECRET.prefix(prefix), SECRET.after(after)
+        names = self._names(prefix, after, seconds)
+        if not self._scenario.signed:
+            found = names
+        else:
+            read = map(self._key, names)
+            found = sorted(
+                key for key in read if key and key.startswith(request.key) and key > request.after
+            )
+        for key in found:
+            if key not in self._written:
+                self._write(Believed(self.world.now, who, key))
+        return found
+
+    def _key(self, name: str) -> str | None:
+        if name not in self._read:
+            self._read[name] = SECRET.read_name(name)
+        return self._read[name]
+
+    def _names(self, prefix: str, after: str, seconds: float) -> builtins.list[str]:
         keys = self._keys
-        first = max(bisect.bisect_left(keys, request.key), bisect.bisect_right(keys, request.after))
-        last = bisect.bisect_left(keys, request.key + "\x7f")
+        first = max(bisect.bisect_left(keys, prefix), bisect.bisect_right(keys, after))
+        last = bisect.bisect_left(keys, prefix + "\x7f")
         found = keys[first:last]
         if not seconds:
             return found
@@ -182,9 +246,36 @@ class Mailbox:
         back = {
             key
             for when, key in self._gone
-            if when > then and key.startswith(request.key) and key > request.after
+            if when > then and key.startswith(prefix) and key > after
         }
         return sorted(key for key in {*found, *back} if self._born[key] <= then)
+
+    # What is behind the doors
+
+    def _closed(self, key: str, data: bytes) -> tuple[str, bytes]:
+        """An object as it lies there."""
+        if not self._scenario.signed:
+            return key, data
+        return SECRET.name(key), SECRET.close(key, data) if _is_signed(key) else data
+
+    @property
+    def opened(self) -> dict[str, bytes]:
+        """What lies there of all that nodes wrote."""
+        written = self._written.items()
+        return {key: data for key, data in written if self._closed(key, b"")[0] in self.objects}
+
+    def forge(self, who: str, name: str, data: bytes, how: str, *, over: bool = False) -> None:
+        """Puts an object there, by its name, for somebody who has no door."""
+        if over and name in self.objects:
+            self.objects[name] = data
+        elif not self._lay(name, data):
+            return
+        self._write(Forged(self.world.now, who, name, how))
+
+
+def _is_signed(key: str) -> bool:
+    """The same as in a real run, and contributions: here they are signed as a whole."""
+    return signing.is_signed(key) or signing.is_contribution(key)
 
 
 def _no_answer() -> Any:

@@ -198,7 +198,7 @@ class Node(Process):
             self._scenario.rules,
             waiting,
             perform=self._perform,
-            wake=lambda: control.to_learner.put(None),
+            wake=control.to_learner.put,
         )
 
     def _describe(self, creator: joining.Creator) -> Callable[[Checkpoint], Manifest]:
@@ -256,5 +256,5 @@ class Node(Process):
         state = [Values(i, 0, values.initial(prefix, i)) for i in range(count)]
         try:
             self._saved.put((yield from write_checkpoint(self._mailbox, prefix, state, -1)))
-        except StoreUnavailable as error:
+        except (StoreUnavailable, FormatError) as error:
             self._saved.put(error)

@@ -82,6 +82,16 @@ class Collection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Forgery:
+    """Somebody reads all of the mailbox and writes there, without the run's key."""
+
+    seconds: float = 0.4  # Between two objects.
+    replays: bool = True  # What nodes have deleted is put back, too.
+    overwrites: bool = False  # What is there is written over, too: that may stop a run.
+    until: float = float("inf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A whole run."""
 
@@ -97,6 +107,8 @@ class Scenario:
     faults: Faults = NO_FAULTS
     key_seconds: float = 0.0  # A key written less than so long ago refuses a write (HTTP 429).
     collections: tuple[Collection, ...] = ()
+    signed: bool = False  # Nodes hold a run key.
+    forgery: Forgery | None = None
     outages: tuple[tuple[float, float], ...] = ()  # The store does not answer: from, to.
     horizon: float = 600.0  # When the simulation is cut off.
 

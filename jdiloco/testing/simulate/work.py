@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jdiloco.errors import StoreUnavailable
+from jdiloco.errors import FormatError, JDilocoError, StoreUnavailable
 from jdiloco.protocol import work
 from jdiloco.protocol.desk import Desk, Piece
 from jdiloco.protocol.joining import Steps, Waiting
@@ -31,7 +31,7 @@ class Shared:
         waiting: Waiting,
         *,
         perform: Perform,
-        wake: Callable[[], None],
+        wake: Callable[[JDilocoError | None], None],
     ) -> None:
         self.desk = Desk(pool)
         self._process = process
@@ -61,15 +61,19 @@ class Shared:
             self._worker.submit(self._mark(piece))
 
     def _take(self) -> Asking:
-        self.desk.answered((yield from self._patiently(self._claims.take)))
-        self._wake()
+        try:
+            self.desk.answered((yield from self._patiently(self._claims.take)))
+        except FormatError as error:
+            self._wake(error)
+        else:
+            self._wake(None)
 
     def _mark(self, piece: Piece) -> Asking:
         say = self._claims.complete if piece.mark == "done" else self._claims.give_back
         yield from self._patiently(lambda: say(piece.held, piece.trained))
         self.desk.marked(piece)
         self._marking = False
-        self._wake()
+        self._wake(None)
         self.tidy()
 
     def _patiently(self, make: Callable[[], Steps]) -> Asking:
