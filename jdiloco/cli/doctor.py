@@ -103,10 +103,14 @@ class _Probes:
             racer.stop()
         with contextlib.suppress(StoreUnavailable):
             self._store.delete([row.key for row in self._store.list(f"{self._top}/")])
-        if self._made_folder:
-            for path in (f"{self._store.url}/~writing", self._store.url):
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
+        if isinstance(self._store, FolderStore):
+            self._remove_folders(self._store.url)
+
+    def _remove_folders(self, root: str) -> None:
+        """Those that are empty: a run's writers make theirs again when they miss it."""
+        for path in (f"{root}/~writing", *([root] if self._made_folder else ())):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
 
     def _key(self, name: str) -> str:
         return f"{self._top}/{name}"

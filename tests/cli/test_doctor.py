@@ -34,6 +34,12 @@ def test_a_folder_can_carry_a_run_and_is_left_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_was_there_is_left_as_it_was_and_not_removed(tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert told(open_store(tmp_path / "runs"))[0] == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
 def test_a_real_bucket_can_carry_a_run_and_is_left_as_it_was(seaweed_server):
     store = open_store(seaweed_server.url("doctor"))
     store.create("bystander", b"1")

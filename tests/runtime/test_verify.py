@@ -307,6 +307,23 @@ def test_a_damaged_record_takes_no_other_down(rda, mean):
     assert set(found_in({**rda, **dict.fromkeys(both, b"")})) == set(both)
 
 
+def test_a_round_says_whether_its_inputs_are_gone_or_damaged(rda):
+    """The newest round has all of them: without, spoiled, and with only some of them left."""
+    newest = records_of(rda)[-1]
+    keys = [
+        keys_of(rda).contribution(ContributionKey(newest.round, p.node, p.incarnation, p.final))
+        for p in newest.participants
+    ]
+    whys = {
+        "its inputs are gone": without(rda, *keys),
+        "some of its inputs are gone": without(rda, keys[0]),
+        "its inputs are damaged": {**rda, **{key: rda[key][:-1] for key in keys}},
+    }
+    for why, objects in whys.items():
+        last = verify(mailbox(objects)).rounds[-1]
+        assert (last.how, last.why) == ("chained", why)
+
+
 def test_a_mailbox_without_its_manifest_is_damaged_and_an_empty_one_is_no_run(rda):
     (finding,) = verify(mailbox(without(rda, MANIFEST))).findings
     assert finding.key == MANIFEST

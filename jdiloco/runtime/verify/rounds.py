@@ -35,6 +35,9 @@ TOLERANCE = 1e-6
 GONE = "its inputs are gone"
 """Why a round of long ago is not recomputed."""
 
+DAMAGED = "its inputs are damaged"
+"""Why one is not whose inputs are there; a finding says which, and in what way."""
+
 OF_ITSELF = ("corrupt", "stale", "empty", "zero_steps", "zero_samples", "counters", "schema")
 """Rejections that follow from the contribution alone, by the checks of `contributions`."""
 
@@ -74,6 +77,7 @@ class Rounds:
         self._walk = walk
         self._closers: dict[int, FragmentCloser] = {}
         self._loaded: dict[int, int] = {}  # The round whose version a fragment's closer holds.
+        self._damaged: set[int] = set()  # Rounds with an input that is there and of no use.
         self._sent: dict[int, list[ContributionKey]] = collections.defaultdict(list)
         for key in reader.stock.contributions:
             self._sent[key.round].append(key)
@@ -137,11 +141,12 @@ class Rounds:
             if rejection.reason == "missing":
                 return None  # A part of it; that is noted where it was looked for.
             self._reader.wrong(name, f"was merged, and now reads as {_said(rejection)}", means)
-            return None
-        if wrong := _differences(found, who):
+        else:
+            if not (wrong := _differences(found, who)):
+                return found
             self._reader.wrong(name, f"is another than was merged: {wrong}", means)
-            return None
-        return found
+        self._damaged.add(record.round)
+        return None
 
     def _contribution(self, key: ContributionKey, means: str) -> bytes | None:
         name = self._reader.keys.contribution(key)
@@ -304,7 +309,8 @@ class Rounds:
         if self._settings.merge is None:
             raise Unusable("its merge is of a kind that is not known here")
         if not sent or len(sent) < len(merged):
-            raise Unusable("not all of its contributions can be used" if sent else GONE)
+            some = "some of its inputs are gone" if sent else GONE
+            raise Unusable(DAMAGED if record.round in self._damaged else some)
         if self._loaded.pop(record.fragment, None) != kept.base:
             raise Unusable("the version that it replaced is not there any more")
         try:
