@@ -99,4 +99,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names alone; modules are imported by theirs."""
+    return list(__all__)

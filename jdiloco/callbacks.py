@@ -7,13 +7,38 @@ import logging
 import threading
 from pathlib import Path
 
-from jdiloco.events import Degraded, Event, Warned
+from jdiloco.events import (
+    Aligned,
+    Checkpointed,
+    ClosingSlow,
+    Degraded,
+    Dropped,
+    Event,
+    MuchDropped,
+    Published,
+    Timed,
+    UnitTaken,
+    Waiting,
+    Warned,
+    WrongLedger,
+)
 
 logger = logging.getLogger("jdiloco")
 
+TO_LOOK_AT = (ClosingSlow, Degraded, MuchDropped, Warned, WrongLedger)
+"""Events that are logged as warnings."""
+
+DETAILS = (Aligned, Checkpointed, Dropped, Published, Timed, UnitTaken, Waiting)
+"""What makes up a round; `Committed` says that there was one."""
+
 
 def log_events(event: Event) -> None:
-    """Logs one line for each event, under the name `jdiloco`. The default.
+    """Logs events under the name `jdiloco`, a line each. The default.
+
+    What a user may want to look at is a warning, what makes up a round (`DETAILS`) is for level
+    DEBUG. So at INFO there is a line a round, that of its commit, beside who comes, goes or fails:
+
+        logging.getLogger("jdiloco").setLevel(logging.DEBUG)         # all of it
 
     Where a program has not set up logging to show them, the lines go to standard error. To have
     them elsewhere set a level or a handler for `logging.getLogger("jdiloco")` or for the root.
@@ -22,10 +47,16 @@ def log_events(event: Event) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s jdiloco %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
         logger.propagate = False  # A library's own handler at the root would say it twice.
-    level = logging.WARNING if isinstance(event, (Warned, Degraded)) else logging.INFO
-    logger.log(level, "%s", event)
+    logger.log(_level(event), "%s", event)
+
+
+def _level(event: Event) -> int:
+    if isinstance(event, TO_LOOK_AT):
+        return logging.WARNING
+    return logging.DEBUG if isinstance(event, DETAILS) else logging.INFO
 
 
 def _is_set_up() -> bool:
@@ -33,8 +64,8 @@ def _is_set_up() -> bool:
 
     A handler at the root alone proves nothing: importing Orbax puts one there, for warnings.
     """
-    chosen = logger.handlers or logger.level != logging.NOTSET
-    return bool(chosen or (logging.root.handlers and logging.root.level <= logging.INFO))
+    chosen = logger.level != logging.NOTSET or logging.root.level <= logging.INFO
+    return bool(logger.handlers or (logging.root.handlers and chosen))
 
 
 class JsonLines:

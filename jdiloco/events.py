@@ -31,7 +31,7 @@ def _short(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, (tuple, list)):
         return ",".join(_short(item) for item in value) or "-"
-    return str(value)
+    return "-" if value is None else str(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Committed(Event):
     expected: int  # Learners that could have taken part.
     void: bool  # Nothing was accepted, the version stays.
     closer: str
-    cosine: float  # Mean pairwise cosine of the deltas; 1 with a single one.
+    cosine: float | None  # Mean pairwise cosine of the deltas; None without a pair.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -949,7 +949,16 @@ def _check_nothing_to_train(step: Any, data: Any) -> None:
 
 def _holder(params: Any) -> Holder:
     """NNX modules are known by their class; flax is imported only by programs that use it."""
+    if isinstance(params, type):
+        raise UsageError(
+            f"`params` is the class {params.__name__}. Pass an instance of it, or its parameters."
+        )
     flax_nnx = sys.modules.get("flax.nnx")
+    if flax_nnx is not None and isinstance(params, flax_nnx.Optimizer):
+        raise UsageError(
+            "`params` is an nnx.Optimizer. Pass the module that it trains: optimiser state is each "
+            "node's own."
+        )
     if flax_nnx is not None and isinstance(params, flax_nnx.Module):
         from jdiloco.nnx import ModuleHolder
 

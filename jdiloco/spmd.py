@@ -146,6 +146,10 @@ def round(
 
 
 def _check(algorithm: DiLoCo, learners: int, mesh: Mesh | None, axis_name: str) -> None:
+    if isinstance(learners, bool) or not isinstance(learners, int) or learners < 1:
+        raise UsageError(f"`learners` must be an integer of at least 1, got {learners!r}.")
+    if not isinstance(axis_name, str):
+        raise UsageError(f"`axis_name` is the name of one axis of the mesh, not {axis_name!r}.")
     if algorithm.overlap_steps:
         raise UsageError(
             f"`overlap_steps` is {algorithm.overlap_steps}: here a commit is taken at the end of a "
@@ -266,7 +270,7 @@ def _learn(
     """One round of the learners at hand, which are all of them or those of one device."""
 
     def one_step(carry: tuple[Any, Any], batch: Any) -> tuple[tuple[Any, Any], Any]:
-        params, inner, aux = step(*carry, batch)
+        params, inner, aux = _of_step(step(*carry, batch))
         return (params, inner), aux
 
     def train(params: Any, inner: Any, batches: Any) -> tuple[tuple[Any, Any], Any]:
@@ -288,6 +292,16 @@ def _learn(
     if len(synced) == 1:
         return synced[0](state), aux
     return jax.lax.switch(state.round % len(synced), synced, state), aux
+
+
+def _of_step(result: Any) -> tuple[Any, Any, Any]:
+    if isinstance(result, tuple) and len(result) == 3:
+        return result
+    found = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise UsageError(
+        f"`step` returned {found}, wanted three: `(params, inner, aux)`. Where there is nothing to "
+        "carry or to tell return () for it."
+    )
 
 
 def _outer_step(algorithm: DiLoCo, axis_name: str | None) -> Any:

@@ -147,6 +147,10 @@ def test_public_names_are_these():
     ]
 
 
+def test_completion_shows_public_names_alone():
+    assert dir(jdiloco) == jdiloco.__all__
+
+
 @pytest.mark.parametrize("name", jdiloco.__all__)
 def test_every_public_name_is_there_and_says_what_it_is(name):
     assert getattr(jdiloco, name).__doc__

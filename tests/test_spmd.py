@@ -409,3 +409,30 @@ def test_fewer_steps_than_fragments_divide_take_two_programs():
         state, _ = spmd.round(algorithm, walk, state, data, samples=1)
     assert [int(outer[1].round) for outer in state.outer] == [2, 2]
     assert length(state.anchor["mlp/b"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learners": 0}, "`learners` must be an integer of at least 1, got 0"),
+        ({"learners": 2.0}, "got 2.0"),
+        ({"axis_name": 3}, "`axis_name` is the name of one axis of the mesh, not 3"),
+    ],
+)
+def test_numbers_and_names_that_are_none_are_refused(algorithm, change, message):
+    params = jax.tree.map(jnp.asarray, initial("float32"))
+    with pytest.raises(UsageError, match=message):
+        spmd.init(algorithm, params, **{"learners": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (lambda params, inner, batch: (params, inner), "2 values"),
+        (lambda params, inner, batch: params, "a dict"),
+        (lambda params, inner, batch: None, "a NoneType"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_told_what_is_wanted(algorithm, step, found):
+    with pytest.raises(UsageError, match=f"returned {found}, wanted three: `.params, inner, aux"):
+        spmd.round(algorithm, step, begun(algorithm), batches(2), samples=1)

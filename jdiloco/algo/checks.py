@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jdiloco.algo.paths import is_held, leaf_names
@@ -40,7 +41,22 @@ def as_weights(weights: Any) -> Array:
             f"`weights` must hold one number for each contribution, at least one, got {weights!r}. "
             "Use `contribution_weight` for each."
         )
+    _check_not_negative(weights)
     return jnp.asarray(weights).astype(jnp.float32)
+
+
+def _check_not_negative(weights: Any) -> None:
+    """Zeros are padding; less than nothing is a slip. What is traced cannot be looked at."""
+    if isinstance(weights, Tracer):
+        return
+    if isinstance(weights, jax.Array) and not weights.is_fully_addressable:
+        return
+    found = np.asarray(jax.device_get(weights))
+    if (found < 0).any():
+        raise UsageError(
+            f"`weights` holds {float(found.min())}: a weight is at least 0, and 0 for a row that "
+            "takes no part. Use `contribution_weight` for each."
+        )
 
 
 def aligned(deltas: Any, tree: Any, what: str) -> list[Any]:

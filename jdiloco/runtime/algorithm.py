@@ -170,10 +170,11 @@ class DiLoCo:
     def check_against(self, manifest: Mapping[str, Any]) -> None:
         """Raises RunConfigMismatch unless `manifest` (what `to_json` gave) says the same."""
         mine = self.to_json()
+        pairs = {name: (manifest.get(name), mine.get(name)) for name in {*mine, *manifest}}
         lines = [
-            f"  {name}: the run has {manifest.get(name)!r}, this node {mine.get(name)!r}"
-            for name in sorted({*mine, *manifest})
-            if mine.get(name) != manifest.get(name)
+            f"  {name}: the run has {_shown(theirs)}, this node {_shown(ours)}"
+            for name, (theirs, ours) in sorted(pairs.items())
+            if theirs != ours
         ]
         if lines:
             listed = "\n".join(lines)
@@ -186,6 +187,14 @@ class DiLoCo:
 def _plain(value: Any) -> Any:
     """NumPy's float64 is a Python float too, but not to JSON."""
     return float(value) if isinstance(value, float) else value
+
+
+def _shown(value: Any) -> str:
+    """A setting as a user would write it: `blend(mixing=0.5)`, where the manifest has a kind."""
+    if not isinstance(value, Mapping) or "kind" not in value:
+        return repr(value)
+    fields = (f"{name}={field!r}" for name, field in value.items() if name != "kind")
+    return f"{value['kind']}({', '.join(fields)})"
 
 
 def _check_positive(algorithm: DiLoCo, *names: str) -> None:
@@ -241,6 +250,10 @@ def _check_choices(algorithm: DiLoCo) -> None:
                 f"`{name}` must be {'a' if kind is float else 'an'} {kind.__name__} of Python of "
                 f"at least {least} (it goes into the manifest as JSON), got {value!r}."
             )
+    if not isinstance(algorithm.flush_on_close, bool):
+        raise UsageError(
+            f"`flush_on_close` must be True or False, got {algorithm.flush_on_close!r}."
+        )
     if algorithm.outer_momentum >= 1:
         raise UsageError(f"`outer_momentum` must be below 1, got {algorithm.outer_momentum}.")
     if algorithm.lease_seconds < 2 * algorithm.beat_seconds:

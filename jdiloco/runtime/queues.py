@@ -46,12 +46,21 @@ class SharedQueue:
 
     def __post_init__(self) -> None:
         _check_name("queue", self.name)
-        if isinstance(self.units, int) and self.units < 0:
-            raise UsageError(f"`units` is {self.units}; it counts something, or is a sequence.")
-        if not isinstance(self.units, (int, Sequence)):
+        if isinstance(self.units, bool) or not isinstance(self.units, (int, Sequence)):
             raise UsageError(
                 f"`units` is a {type(self.units).__name__}. Pass a sequence, the same on every "
                 "node, or the number of units."
+            )
+        if (self.units if isinstance(self.units, int) else len(self.units)) < 1:
+            raise UsageError(
+                f"`units` is {self.units!r}: there is no unit to train on. Pass the units, or how "
+                "many there are."
+            )
+        known = self.batches is None or isinstance(self.batches, Mapping)
+        if not (known or callable(self.batches)):
+            raise UsageError(
+                f"`batches` is a {type(self.batches).__name__}. Pass a function or a mapping from "
+                "a unit to its batches, or None where a unit is one batch."
             )
 
     def __len__(self) -> int:
@@ -97,12 +106,15 @@ class Barrier:
 
     def __post_init__(self) -> None:
         _check_name("barrier", self.name)
-        if self.nodes < 1:
-            raise UsageError(f"Barrier {self.name!r} wants {self.nodes} nodes; 1 is the least.")
+        if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 1:
+            raise UsageError(
+                f"`nodes` of barrier {self.name!r} must be an integer of at least 1, got "
+                f"{self.nodes!r}."
+            )
 
 
 def _check_name(kind: str, name: str) -> None:
-    if not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise UsageError(
             f"The name of a {kind} becomes part of a key: 1 to 40 of a-z, 0-9 and '-', beginning "
             f"with a letter or digit, not {name!r}."

@@ -103,7 +103,7 @@ class Commit:
     participants: tuple[str, ...]
     expected: int
     rejected: Mapping[str, str]  # Reason by node.
-    cosine: float | None
+    cosine: float | None  # Mean pairwise cosine of the deltas; None without a pair.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,7 @@ def _commit(record: RoundRecord | None) -> Commit | None:
         participants=tuple(who.node for who in record.participants),
         expected=record.expected,
         rejected={who.node: who.reason for who in record.rejected},
-        cosine=record.cosine,
+        cosine=record.cosine if len(record.participants) > 1 else None,
     )
 
 

@@ -212,6 +212,7 @@ class Work(SharedWork):
         self._counters: dict[str, Counter] = {}
         self._pools: dict[str, Pool] = {}
         self._slice: tuple[Counter, Piece] | None = None
+        self._barriers: dict[str, int] = {}  # Those it came to, and how many they wanted.
         learner.shared = self
         node.landed = self.landed
 
@@ -331,6 +332,11 @@ class Work(SharedWork):
 
     def wait_at(self, params: Any, barrier: Barrier) -> Any:
         """Comes to a barrier and waits for the others."""
+        if (before := self._barriers.setdefault(barrier.name, barrier.nodes)) != barrier.nodes:
+            raise UsageError(
+                f"Barrier {barrier.name!r} wants {barrier.nodes} nodes, and this node came to it "
+                f"when it wanted {before}. A name stands for one barrier: give the other its own."
+            )
         place = self._node.place
         keys, thread = self._node.state.keys, self._thread()
         came: list[frozenset[str] | JDilocoError] = []

@@ -358,3 +358,16 @@ def test_a_stack_of_no_contributions_is_refused(jit):
     update = jax.jit(tx.update) if jit else tx.update
     with pytest.raises(UsageError, match="at least one"):
         update({"w": jnp.ones((0, 2))}, tx.init({"w": jnp.ones(2)}), weights=jnp.ones(0))
+
+
+@pytest.mark.parametrize("make", [list, np.asarray, jnp.asarray])
+def test_a_weight_below_zero_is_a_slip_unless_it_is_traced(make):
+    """Zeros are padding. Inside `jit` nobody can look, and what is not positive is left out."""
+    tx, params = diloco_outer(MEAN, 1.0, 0.0), {"w": jnp.zeros(2)}
+    deltas = {"w": jnp.array([[1.0, 2.0], [5.0, 5.0]])}
+    state, weights = tx.init(params), make([1.0, -1.0])
+    with pytest.raises(UsageError, match=r"`weights` holds -1.0: a weight is at least 0"):
+        tx.update(deltas, state, params, weights=weights)
+    updates, _ = jax.jit(tx.update)(deltas, state, params, weights=jnp.asarray(weights))
+    np.testing.assert_array_equal(updates["w"], [-1.0, -2.0])
+    tx.update(deltas, state, params, weights=make([1.0, 0.0]))

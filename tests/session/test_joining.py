@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdiloco
 from jdiloco import events
 from jdiloco.algo.merges import weighted_mean
 from jdiloco.errors import (
@@ -107,13 +108,16 @@ def test_a_run_config_mismatch_names_each_setting_with_both_values():
     """B32: another H is refused at the door."""
     mailbox = memory()
     with session(vector(1.0), algorithm(), mailbox), no_threads_left():
-        other = algorithm(sync_every=5, outer_lr=0.5, merge=weighted_mean())
+        other = algorithm(
+            sync_every=5, outer_lr=0.5, merge=weighted_mean(), alignment=jdiloco.blend(0.25)
+        )
         with pytest.raises(RunConfigMismatch) as raised, session(vector(1.0), other, mailbox):
             pass
     text = str(raised.value)
     assert "sync_every: the run has 4, this node 5" in text
     assert "outer_lr: the run has 0.7, this node 0.5" in text
-    assert "merge: the run has" in text
+    assert "merge: the run has rda(direct_pattern='embed'), this node weighted_mean()" in text
+    assert "alignment: the run has overwrite(), this node blend(mixing=0.25)" in text
     assert "lease_seconds" not in text
 
 

@@ -174,6 +174,16 @@ def test_parameters_passed_to_a_module_session_are_refused():
         s.step(nnx.state(model), samples=1)
 
 
+def test_an_optimizer_and_a_class_are_no_model():
+    model, optimizer = net()
+    for slip, said in (
+        (optimizer, "`params` is an nnx.Optimizer. Pass the module that it trains"),
+        (type(model), f"`params` is the class {type(model).__name__}. Pass an instance"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            session(slip, algorithm(), memory())
+
+
 def test_a_program_that_trains_a_split_state_is_warned():
     """Its module never changes, so every delta would be zero, in silence."""
     seen = Recorder()

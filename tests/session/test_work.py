@@ -39,6 +39,7 @@ from tests.session.nodes import (
     node_of,
     records,
     run_keys,
+    run_script,
     session,
     together,
     vector,
@@ -268,10 +269,49 @@ def test_a_node_that_is_named_to_close_gives_its_units_back_and_takes_some_again
 def test_a_queue_says_what_it_wants():
     with pytest.raises(UsageError, match="name of a queue"):
         jdiloco.SharedQueue(3, name="Epoch 1")
-    with pytest.raises(UsageError, match="-1"):
-        jdiloco.SharedQueue(-1)
-    with pytest.raises(UsageError, match="0 nodes"):
+    for none in (-1, 0, []):
+        with pytest.raises(UsageError, match="there is no unit to train on"):
+            jdiloco.SharedQueue(none)
+    with pytest.raises(UsageError, match="at least 1, got 0"):
         jdiloco.Barrier("x", 0)
+
+
+SLIPS = """
+    import jdiloco, jdiloco.errors
+    for call in (
+        lambda: jdiloco.DiLoCo(sync_every=100, fragments=1, flush_on_close="yes"),
+        lambda: jdiloco.SharedQueue(3, batches=[[1], [2], [3]]),
+        lambda: jdiloco.SharedQueue(True),
+        lambda: jdiloco.SharedQueue(3, name=7),
+        lambda: jdiloco.Barrier("x", "3"),
+    ):
+        try:
+            call()
+        except jdiloco.errors.UsageError as error:
+            print(error)
+"""
+
+
+def test_values_of_another_type_are_refused_with_what_was_wanted():
+    """Without this suite's type checks, as users run."""
+    wanted = (
+        "`flush_on_close` must be True or False, got 'yes'",
+        "`batches` is a list. Pass a function or a mapping",
+        "`units` is a bool. Pass a sequence",
+        "The name of a queue becomes part of a key",
+        "`nodes` of barrier 'x' must be an integer of at least 1, got '3'",
+    )
+    lines = run_script(SLIPS).splitlines()
+    for line, start in zip(lines, wanted, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_name_stands_for_one_barrier():
+    with session(vector(1.0), algorithm(), memory(), "a") as s:
+        params = s.wait_at(jdiloco.Barrier("end", nodes=1), s.params)
+        s.wait_at(jdiloco.Barrier("end", nodes=1, timeout=5.0), params)
+        with pytest.raises(UsageError, match=r"wants 2 nodes, and this node came .* wanted 1"):
+            s.wait_at(jdiloco.Barrier("end", nodes=2), params)
 
 
 # Deaths
@@ -279,7 +319,7 @@ def test_a_queue_says_what_it_wants():
 CHILD = """
     import sys, time
     import jax.numpy as jnp
-    import jdiloco
+    import jdiloco, jdiloco.errors
     from tests.session.test_work import algorithm, on_row, queue, session, zeros
 
     def step(params, row):

@@ -129,7 +129,7 @@ def _announce(turn: Turn, record: RoundRecord) -> None:
             expected=record.expected,
             void=record.void,
             closer=record.closer,
-            cosine=1.0 if record.cosine is None else record.cosine,
+            cosine=record.cosine if len(record.participants) > 1 else None,
         )
     )
 
