@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jdiloco.runtime import spending
 from jdiloco.runtime.status import Commit, NodeStatus, Samples, Status, read_status
+from jdiloco.store.signed import FORGED_MAX
 from jdiloco.types import Spent
 
 SETTINGS = (
@@ -87,6 +88,8 @@ def show(status: Status, console: Console) -> None:
     console.print(_spending(status))
     console.print(Text(_stored(status)))
     console.print(Text(_dollars(status)))
+    if status.forged:
+        console.print(Text(_forged(status.forged), "red"))
     if status.waited:
         return
     beat = float(str(status.settings.get("beat_seconds", 10)))
@@ -96,6 +99,14 @@ def show(status: Status, console: Console) -> None:
             f"`--wait {2 * beat:g}`.",
             "yellow",
         )
+    )
+
+
+def _forged(count: int) -> str:
+    more = " or more" if count >= FORGED_MAX else ""
+    return (
+        f"{count:,}{more} objects lie there without the signature of the run's key: somebody who "
+        "does not hold it writes there. Nodes take no notice of them; `jdiloco verify` names them."
     )
 
 

@@ -9,6 +9,7 @@ Design.
     schedule   which round is due when, and of which fragment
     keys       what everything is called: one listing answers a poll
     records    the small objects, sealed with a digest of their own key and bytes
+    signing    what only those can write who hold the run's key
     rules      the numbers that decisions depend on
     lease      who is alive, on the observer's own clock
     waste      how much of what a learner trains is dropped
@@ -37,6 +38,9 @@ A node acts on a round, in closing and in training, only after it has read that 
 had its own write of it confirmed. Whoever sent a record and got no clear answer sends the same
 bytes again until it has read some record of that round. So leases, claims, listings and clocks may
 all be wrong: they cost time, never correctness.
+
+None of it knows of a run key. Names and bytes are signed and checked in one place outside, so that
+in a run with a key everything here sees what it would see if nobody else could write.
 
 Turned down.
 

@@ -24,6 +24,7 @@ from jdiloco.runtime.payloads import patient
 from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.runtime.spending import read_accounts
 from jdiloco.store.base import Store
+from jdiloco.store.signed import forged_names
 from jdiloco.types import Spent
 
 WAITS = (0.1, 0.3, 1.0)
@@ -130,6 +131,7 @@ class Status:
     samples: Samples  # Of all nodes.
     stored: Mapping[str, tuple[int, int]]  # Objects and bytes by kind.
     spent: Spent  # By all nodes, as far as they have said.
+    forged: int  # Objects without the signature of the run's key, up to `signed.FORGED_MAX`.
     waited: float  # Seconds between the two looks; 0 after a single one.
 
 
@@ -182,6 +184,7 @@ def read_status(
         samples=sum((node.samples for node in nodes), Samples()),
         stored=stock.bytes_by_kind(),
         spent=sum((node.spent for node in nodes if node.spent), Spent()),
+        forged=len(forged_names(store)),
         waited=wait,
     )
 

@@ -14,6 +14,9 @@ Design
     What callers rely on is in `base`; `jdiloco.testing.conformance` says the same as tests, for
     the stores here and for anybody's own. `jdiloco.testing.faults` breaks any store on request.
 
+    A run may have a key. Then one more store stands before the one that holds the objects, and lets
+    through only what was signed with it (`signed`).
+
 Turned down
     * Compare-and-swap, to keep one moving head object: folders do not have it, buckets spell it in
       three ways, and a lost answer is harder to settle than with keys that are written once.
@@ -25,8 +28,7 @@ Turned down
 Caveats
     A store that ignores the condition looks healthy until two writers meet; a session therefore
     creates its first key twice, and `jdiloco doctor` tries more. Listings may lag over NFS
-    (`folder`). Whoever may write into a
-    folder or bucket can also delete there.
+    (`folder`). Whoever may write into a folder or bucket can also delete there, key or no key.
 
 Tested
     `tests/store`: the conformance suite for each store, with threads, processes and killed

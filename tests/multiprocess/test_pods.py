@@ -141,8 +141,11 @@ def wait_until(true: Any, node: Started, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_two_pods_and_a_plain_node_train_one_model(nodes):
+@pytest.mark.parametrize("key", ["", pytest.param("the key of these pods", marks=pytest.mark.long)])
+def test_two_pods_and_a_plain_node_train_one_model(nodes, key, monkeypatch):
     """Three layouts of one model, rounds of all three: one result, and `verify` finds nothing."""
+    if key:
+        monkeypatch.setenv("JDILOCO_RUN_KEY", key)
     told = {"run": {**RUN, "quorum_size": 3, "follow": 0}, "alignment": "carry"}
     began = [
         nodes.start("rows", "rows", 2, data=1, **told),

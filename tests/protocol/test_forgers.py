@@ -37,8 +37,9 @@ def lines(history: History) -> list[str]:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_forger_changes_nothing_that_ever_happens(seed):
     """The run has the very history that it has without a key and without him, line for line."""
-    history = simulate.simulate(attacked(seed, replays=False))
-    assert lines(history) == lines(simulate.simulate(seed))
+    history, alone = simulate.simulate(attacked(seed, replays=False)), simulate.simulate(seed)
+    assert lines(history) == lines(alone)
+    assert history.sent == alone.sent  # A key costs no request, and a forger none either.
     assert len(history.of(Forged)) > 10 or len(history.entries) < 100
 
 

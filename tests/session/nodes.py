@@ -24,8 +24,9 @@ from jdiloco.protocol.keys import MANIFEST, Keys
 from jdiloco.protocol.records import Manifest, RoundRecord, unseal
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.node import Node
+from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.session import Session
-from jdiloco.store import MemoryStore, Store, open_store
+from jdiloco.store import MemoryStore, Store
 
 POLL = 0.02
 ROOT = Path(__file__).parents[2]
@@ -182,8 +183,8 @@ def memory() -> MemoryStore:
 
 
 def records(mailbox: str | Path | Store) -> list[RoundRecord]:
-    """Every round record of the run in a mailbox, in order."""
-    store = open_store(mailbox)
+    """Every round record of the run in a mailbox, in order; with the key in the environment."""
+    store = open_mailbox(mailbox)
     keys = run_keys(store)
     found = []
     for round in itertools.count():

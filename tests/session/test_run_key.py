@@ -17,6 +17,7 @@ import pytest
 
 import jdiloco
 from jdiloco import events
+from jdiloco.cli.status import run_status
 from jdiloco.errors import FormatError, RunKeyMismatch
 from jdiloco.protocol.keys import MANIFEST, BeatKey, ContributionKey, Keys
 from jdiloco.protocol.records import Claim, Incarnation, RoundRecord, seal, unseal
@@ -224,7 +225,7 @@ def under_attack(store: Store) -> Iterator[None]:
     assert not failed, failed
 
 
-def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, tmp_path):
+def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, tmp_path, capsys):
     """Two nodes in lock step commit the same values, bit for bit, and tell what they see."""
 
     def run(mailbox: Path, *, attacked: bool):
@@ -259,6 +260,12 @@ def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, t
     report = verify(tmp_path / "attacked", key_file=key_file)
     assert report.findings
     assert all("not made with the run's key" in finding.what for finding in report.findings)
+    forged = read_status(tmp_path / "attacked", key_file=key_file).forged
+    assert forged >= len(report.findings)
+    run_status(str(tmp_path / "attacked"), wait=0.0, key_file=key_file, as_json=False)
+    assert f"{forged} objects lie there without the signature" in " ".join(
+        capsys.readouterr()[0].split()
+    )
 
 
 def test_without_a_key_the_same_attack_stops_a_run(tmp_path):
