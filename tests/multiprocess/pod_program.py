@@ -7,6 +7,7 @@ where its threads are.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import signal
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdiloco
 from jdiloco import events
+from jdiloco.runtime.backends import CPU
 from tests.multiprocess.node import die_with_parent
 from tests.session.nodes import digest
 
@@ -115,6 +117,8 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     def tell(event: events.Event) -> None:
         journal.write(json.dumps(event.fields()) + "\n")
 
+    pinned = told["anchors"] == "pinned_host"
+    off_the_device = dataclasses.replace(CPU, anchor_memory="pinned_host", copies_ahead=True)
     session = jdiloco.Session(
         params,
         jdiloco.DiLoCo(alignment=alignment, **told["run"]),
@@ -122,6 +126,7 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
         role=told["role"],
         node_id=told["name"],
         poll_interval=0.1,
+        backend=off_the_device if pinned else CPU,
         callbacks=(tell,),
         leave_with_run=told["leave_with_run"],
     )
@@ -151,7 +156,10 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     if told["task"] == "drift":
         return {"peak": peak, "received": spent.received, "sent": spent.sent}
     whole = gathered(session.params)
+    assert session._learner is not None
+    anchors = [anchor for leaves in session._learner._anchors for anchor in leaves]
     return {
+        "anchors": sorted({str(anchor.sharding.memory_kind) for anchor in anchors}),
         "first": first,
         "committed": digest(whole),
         "values": {name: np.asarray(x, np.float32).tolist() for name, x in whole.items()},

@@ -42,6 +42,7 @@ USUAL = {
     "pause": 0.0,
     "task": "learn",
     "alignment": "overwrite",
+    "anchors": "device",
     "leave_with_run": True,
     "run": RUN,
 }
@@ -143,17 +144,21 @@ def wait_until(true: Any, node: Started, seconds: float = 120.0) -> None:
 
 @pytest.mark.parametrize("key", ["", pytest.param("the key of these pods", marks=pytest.mark.long)])
 def test_two_pods_and_a_plain_node_train_one_model(nodes, key, monkeypatch):
-    """Three layouts of one model, rounds of all three: one result, and `verify` finds nothing."""
+    """Three layouts of one model, rounds of all three: one result, and `verify` finds nothing.
+
+    One pod keeps its anchors off the devices, as on GPUs and TPUs.
+    """
     if key:
         monkeypatch.setenv("JDILOCO_RUN_KEY", key)
     told = {"run": {**RUN, "quorum_size": 3, "follow": 0}, "alignment": "carry"}
     began = [
         nodes.start("rows", "rows", 2, data=1, **told),
-        nodes.start("mixed", "mixed", 2, data=2, **told),
+        nodes.start("mixed", "mixed", 2, data=2, anchors="pinned_host", **told),
         nodes.start("plain", "plain", data=3, **told),
     ]
     pods = [node.ended() for node in began[:2]]
     ended = [*pods[0], *pods[1], *began[2].ended()]
+    assert [one["anchors"] for one, _ in pods] == [["device"], ["pinned_host"]]
     for one, other in pods:
         assert one["aligned"] == other["aligned"]  # At the same steps, to the same values.
         assert len(one["aligned"]) > 4
