@@ -9,6 +9,7 @@
     by_bytes, strided         how a model is cut into fragments
     diloco_outer              the same merge and outer step as an optax transformation
     merge_deltas, outer_nesterov, fp32_master      its three links
+    narrow_updates            the last of them where commits are narrow (`commit_dtype`)
     jdiloco.spmd              K learners in one program
     contribution_weight       samples² / steps
     path_names, explain_routing                    what tensors are called, and how each is merged
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jdiloco.algo.merges import contribution_weight, rda, weighted_mean
-    from jdiloco.algo.outer import diloco_outer, fp32_master, merge_deltas, outer_nesterov
+    from jdiloco.algo.narrowing import fp32_master, narrow_updates
+    from jdiloco.algo.outer import diloco_outer, merge_deltas, outer_nesterov
     from jdiloco.algo.partition import by_bytes, strided
     from jdiloco.algo.paths import path_names
     from jdiloco.algo.routing import explain_routing
@@ -51,10 +53,11 @@ _HOMES = {
     "diloco_outer": "jdiloco.algo.outer",
     "explain_routing": "jdiloco.algo.routing",
     "export": "jdiloco.runtime.export",
-    "fp32_master": "jdiloco.algo.outer",
+    "fp32_master": "jdiloco.algo.narrowing",
     "load": "jdiloco.session",
     "log_events": "jdiloco.callbacks",
     "merge_deltas": "jdiloco.algo.outer",
+    "narrow_updates": "jdiloco.algo.narrowing",
     "outer_nesterov": "jdiloco.algo.outer",
     "overwrite": "jdiloco.protocol.alignment",
     "path_names": "jdiloco.algo.paths",
@@ -81,6 +84,7 @@ __all__ = [
     "load",
     "log_events",
     "merge_deltas",
+    "narrow_updates",
     "outer_nesterov",
     "overwrite",
     "path_names",

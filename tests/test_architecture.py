@@ -138,6 +138,7 @@ def test_public_names_are_these():
         "load",
         "log_events",
         "merge_deltas",
+        "narrow_updates",
         "outer_nesterov",
         "overwrite",
         "path_names",

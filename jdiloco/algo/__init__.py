@@ -10,6 +10,7 @@ Design.
     merges      a merge is a frozen dataclass that picks a kernel by a tensor's names
     sums        what a sum over contributions is: over an array's axis, or over mapped axes
     outer       merge_deltas -> outer_nesterov -> fp32_master, as optax transformations
+    narrowing   their last link: fp32_master, or narrow_updates for commits in few bits
     checks      what the transformations refuse, with the way out
     alignment   what parameters become when a commit arrives
     partition   which tensors make a fragment: a function of names, shapes and types
@@ -53,7 +54,8 @@ from jdiloco.algo.merges import (
     rda,
     weighted_mean,
 )
-from jdiloco.algo.outer import diloco_outer, fp32_master, merge_deltas, outer_nesterov
+from jdiloco.algo.narrowing import fp32_master, narrow_updates
+from jdiloco.algo.outer import diloco_outer, merge_deltas, outer_nesterov
 from jdiloco.algo.partition import ByBytes, Partition, Strided, by_bytes, plan, strided
 from jdiloco.algo.paths import NamedLeaf, NamedTree, named_leaves, path_names, specs
 from jdiloco.algo.routing import Routing, explain_routing
@@ -76,6 +78,7 @@ __all__ = [
     "is_direct",
     "merge_deltas",
     "named_leaves",
+    "narrow_updates",
     "outer_nesterov",
     "path_names",
     "plan",

@@ -123,3 +123,8 @@ def check_number(name: str, value: Any, *, upto: float) -> None:
     if isinstance(value, (int, float)) and not (0 <= value < upto):
         limit = "" if upto == math.inf else f" and below {upto}"
         raise UsageError(f"`{name}` must be at least 0{limit}, got {value}.")
+
+
+def check_dtype(name: str, value: Any, known: Sequence[str | None]) -> None:
+    if value not in known:
+        raise UsageError(f"`{name}` {value!r} is not one of {', '.join(map(repr, known))}.")

@@ -1,7 +1,8 @@
 """The outer step as optax transformations: merge, Nesterov momentum over rounds, fp32 master.
 
-`diloco_outer()` is `optax.chain(merge_deltas(rda()), outer_nesterov(), fp32_master())`. The three
-are public because a transformation may stand between them:
+`diloco_outer()` is `optax.chain(merge_deltas(rda()), outer_nesterov(), fp32_master())`; with a
+`commit_dtype` its last link is `narrow_updates(commit_dtype)` instead. They are public because a
+transformation may stand between them:
 
     optax.chain(
         merge_deltas(rda()), optax.clip_by_global_norm(1.0), outer_nesterov(), fp32_master()
@@ -29,19 +30,22 @@ from jaxtyping import Array, Float, PyTree
 from jdiloco.algo.checks import (
     aligned,
     as_weights,
+    check_dtype,
     check_floating,
     check_number,
     check_shapes,
     check_stacked,
 )
 from jdiloco.algo.merges import Merge, Rda, Turnout, check_merge, merge_tree
-from jdiloco.algo.sums import HERE, mapped
-from jdiloco.errors import UsageError
-
-_NO_PARAMS = (  # The sentence of optax, which does not export it, and what it means here.
-    "You are using a transformation that requires the current value of parameters, but you are not "
-    "passing `params` when calling `update`. bf16 and fp16 parameters are rounded from a master."
+from jdiloco.algo.narrowing import (
+    fp32_master,
+    laid_as,
+    narrow_updates,
+    transformation,
+    wide,
+    zeros,
 )
+from jdiloco.algo.sums import HERE, mapped
 
 Scalar = float | int | Array
 ScalarOrSchedule = Scalar | Callable[[Array], Any]
@@ -57,13 +61,7 @@ class OuterNesterovState(NamedTuple):
     """What one round hands to the next."""
 
     round: Array  # shape=(), int32. Rounds applied so far.
-    momentum: PyTree[Any]  # Same tree and shardings as the parameters, in fp32 or better.
-
-
-class Fp32MasterState(NamedTuple):
-    """The parameters as they would be without rounding."""
-
-    master: PyTree[Any]  # fp32 where the parameter is bf16 or fp16, None where it is wide enough.
+    momentum: PyTree[Any]  # Same tree and shardings as the parameters, in `momentum_dtype`.
 
 
 def merge_deltas(
@@ -106,11 +104,18 @@ def merge_deltas(
         merged, turnout = merge_tree(merge, deltas, rows, where)
         return merged, MergeDeltasState(turnout)
 
-    return _transformation(init, update)
+    return transformation(init, update)
+
+
+MOMENTA = ("float32", "bfloat16")
+"""What `momentum_dtype` may be. float16 ends at 6e-8, and the momentum of small deltas with it."""
 
 
 def outer_nesterov(
-    outer_lr: ScalarOrSchedule = 0.7, outer_momentum: Scalar = 0.9
+    outer_lr: ScalarOrSchedule = 0.7,
+    outer_momentum: Scalar = 0.9,
+    *,
+    momentum_dtype: str = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Nesterov SGD over rounds, in fp32 or better. With `Δ` the merged delta of a round:
 
@@ -118,7 +123,9 @@ def outer_nesterov(
         out <- -outer_lr · (Δ + outer_momentum · m)
 
     `outer_lr` may be an optax schedule; it is asked with the number of rounds applied before.
-    `init` gives the momentum its parameter's sharding, also under `jit`.
+    `init` gives the momentum its parameter's sharding, also under `jit`. `momentum_dtype` is what
+    it is kept in: under "bfloat16" `m` is computed in fp32, rounded to nearest, and that is the `m`
+    of the step and of the next round.
 
     Raises `UsageError` when a merged delta has not the shape of its momentum, and for parameters
     that are not floating point.
@@ -131,10 +138,13 @@ def outer_nesterov(
     """
     check_number("outer_lr", outer_lr, upto=math.inf)
     check_number("outer_momentum", outer_momentum, upto=1.0)
+    check_dtype("momentum_dtype", momentum_dtype, MOMENTA)
+    kept = None if momentum_dtype == "float32" else momentum_dtype
 
     def init(params: Any) -> OuterNesterovState:
         check_floating(params, "parameter")
-        return OuterNesterovState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params))
+        momentum = jax.tree.map(lambda param: zeros(param, kept), params)
+        return OuterNesterovState(jnp.zeros((), jnp.int32), momentum)
 
     def update(
         merged: Any, state: OuterNesterovState, params: Any = None, **extra: Any
@@ -152,54 +162,7 @@ def outer_nesterov(
         state = OuterNesterovState(state.round + 1, jax.tree.unflatten(treedef, momenta))
         return jax.tree.unflatten(treedef, steps), state
 
-    return _transformation(init, update)
-
-
-def fp32_master() -> optax.GradientTransformationExtraArgs:
-    """Lets steps smaller than half an ulp of a bf16 or fp16 parameter add up. The last link.
-
-        master <- master + update
-        out    <- narrow(master) - params        in fp32
-
-    so that `optax.apply_updates` arrives at `narrow(master)`, unless a value changes by more than
-    2^16 times its size in one round (2^13 for fp16). An element whose master no longer rounds to
-    the parameter it is given was changed from outside (other parameters loaded, a transformation
-    after this one) and starts again from the parameter. Where a master leaves the type's range, its
-    parameter stays at the largest finite value.
-
-    Wide parameters have no master; their updates pass through. `update` without `params` raises
-    optax's usual error where there is a master, and works otherwise.
-
-    Limit case: 100 updates of 0.001 take a bf16 parameter from 1 to 1.1015625, the bf16 number next
-    to 1.1; without a master it stays at 1.
-    """
-
-    def init(params: Any) -> Fp32MasterState:
-        check_floating(params, "parameter")
-        return Fp32MasterState(jax.tree.map(_master_of, params))
-
-    def update(
-        updates: Any, state: Fp32MasterState, params: Any = None, **extra: Any
-    ) -> tuple[Any, Fp32MasterState]:
-        del extra  # Part of the optax signature; unused here.
-        leaves, treedef = jax.tree.flatten(updates)
-        masters = aligned(updates, state.master, "master copies")
-        if params is None and any(master is not None for master in masters):
-            raise UsageError(_NO_PARAMS)
-        if params is None:
-            return updates, state
-        params_flat = aligned(updates, params, "parameters")
-        check_shapes(updates, params_flat, "parameter")
-        pairs = [
-            (update, None) if master is None else _advance(update, param, master)
-            for update, param, master in zip(leaves, params_flat, masters, strict=True)
-        ]
-        steps, masters = ([pair[i] for pair in pairs] for i in (0, 1))
-        return jax.tree.unflatten(treedef, steps), Fp32MasterState(
-            jax.tree.unflatten(treedef, masters)
-        )
-
-    return _transformation(init, update)
+    return transformation(init, update)
 
 
 def diloco_outer(
@@ -208,6 +171,8 @@ def diloco_outer(
     outer_momentum: Scalar = 0.9,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    commit_dtype: str | None = None,
+    momentum_dtype: str = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo's outer optimiser: `chain(merge_deltas(...), outer_nesterov(...), fp32_master())`.
 
@@ -229,6 +194,9 @@ def diloco_outer(
 
     Every replica then holds the same anchor and state; momentum and master lie as the parameters
     do. See `merge_deltas`.
+
+    `momentum_dtype` is what the momentum is kept in (`outer_nesterov`). With a `commit_dtype` the
+    last link is `narrow_updates(commit_dtype)`: the anchor moves by what such a commit can carry.
 
     Use it as any optax optimiser, with these differences:
 
@@ -252,8 +220,8 @@ def diloco_outer(
     """
     chain = optax.chain(
         merge_deltas(merge, axis_name=axis_name),
-        outer_nesterov(outer_lr, outer_momentum),
-        fp32_master(),
+        outer_nesterov(outer_lr, outer_momentum, momentum_dtype=momentum_dtype),
+        fp32_master() if commit_dtype is None else narrow_updates(commit_dtype),
     )
 
     def update(
@@ -266,61 +234,20 @@ def diloco_outer(
         later = jax.tree.map(lambda new, old: _choose(held, new, old), tuple(later), state[1:])
         return updates, (merge_state, *later)
 
-    return _transformation(chain.init, update)
-
-
-def _transformation(init: Any, update: Any) -> optax.GradientTransformationExtraArgs:
-    """optax's type has no place for a required keyword, and calls what comes in `updates`."""
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-@jax.jit
-def _zeros(param: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
-    """Zeros that depend on the parameter: plain ones come out of a jitted `init` replicated."""
-    wide = jnp.abs(param.astype(_wide(param.dtype)))  # 0 · -1 would be -0.
-    return jnp.where(jnp.isfinite(wide), 0 * wide, 0)
+    return transformation(chain.init, update)
 
 
 @jax.jit
 def _nesterov(
     delta: Float[Array, " *leaf"], momentum: Float[Array, " *leaf"], rate: Any, beta: Any
 ) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
-    delta, rate, beta = (jnp.asarray(x).astype(momentum.dtype) for x in (delta, rate, beta))
-    delta = _laid_as(momentum, delta)
-    momentum = beta * momentum + delta
-    return -rate * (delta + beta * momentum), momentum
-
-
-def _master_of(param: Any) -> Array | None:
-    dtype = jnp.result_type(param)
-    return None if _wide(dtype) == dtype else _widen(param)
-
-
-@jax.jit
-def _widen(param: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
-    return param.astype(jnp.float32)
-
-
-@jax.jit
-def _advance(
-    update: Float[Array, " *leaf"], param: Float[Array, " *leaf"], master: Float[Array, " *leaf"]
-) -> tuple[Float[Array, " *leaf"], Float[Array, " *leaf"]]:
-    shown, update = param.astype(jnp.float32), _laid_as(master, update)
-    master = jnp.where(_narrow(master, param.dtype) == param, master, shown)
-    master = master + update.astype(jnp.float32)
-    return _narrow(master, param.dtype).astype(jnp.float32) - shown, master
-
-
-def _narrow(master: Float[Array, " *leaf"], dtype: Any) -> Float[Array, " *leaf"]:
-    """Rounds, behind a barrier: XLA may leave out a rounding that is widened again at once."""
-    largest = float(jnp.finfo(dtype).max)
-    return jax.lax.optimization_barrier(jnp.clip(master, -largest, largest).astype(dtype))
-
-
-def _laid_as(like: Array, x: Array) -> Array:
-    """On explicit axes, `x` where `like` lies, so that state stays with its parameter."""
-    want, have = jax.typeof(like).sharding, jax.typeof(x).sharding
-    return jax.sharding.reshard(x, want) if want.mesh == have.mesh and want != have else x
+    working = wide(momentum.dtype)
+    delta, rate, beta = (jnp.asarray(x).astype(working) for x in (delta, rate, beta))
+    delta = laid_as(momentum, delta)
+    kept = beta * momentum.astype(working) + delta
+    if momentum.dtype != working:
+        kept = jax.lax.optimization_barrier(kept.astype(momentum.dtype))
+    return -rate * (delta + beta * kept.astype(working)), kept
 
 
 def _alone(x: Any) -> Array:
@@ -331,7 +258,3 @@ def _alone(x: Any) -> Array:
 @jax.jit
 def _choose(held: Array, then: Array, otherwise: Any) -> Array:
     return jnp.where(held, then, otherwise)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)

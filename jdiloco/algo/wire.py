@@ -11,7 +11,8 @@ NaN. A scale is NaN where an element that it stands for is not finite, since fou
 such a tensor decodes to NaN, and whoever checks what it received sees it. Rounding is to the
 nearest, ties to even. Elements below 2^-126 count as zero, and zeros decode to exact zeros.
 
-Scales come from `frexp` and `ldexp`: `exp2` is not exact in XLA.
+Scales come from `frexp` and `ldexp`: `exp2` is not exact in XLA. What is decoded is exact in fp32
+or, below 2^-126, zero, so every machine decodes the same bytes to the same bits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ _TOP = 8  # An eight-bit tensor's largest element lies in [2^7, 2^8).
 
 SMALL = ("float8_e4m3fn", "float4_e2m1fn")
 """The formats that need scales."""
+
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float4_e2m1fn": 4}
+"""Of an element; scales come on top."""
+
+
+def narrows(commit_dtype: str | None, dtype: str) -> bool:
+    """Whether commits of a parameter of type `dtype` are narrowed to `commit_dtype`."""
+    return commit_dtype is not None and BITS[commit_dtype] < BITS.get(dtype, 64)
+
+
+def reach(dtype: str) -> float:
+    """How far from zero an update may be before it is cut off on its way into a format."""
+    return 2.0**127 if dtype in SMALL else float(jnp.finfo(dtype).max)
 
 
 class Small(NamedTuple):
@@ -70,6 +84,19 @@ def decode(small: Small, dtype: str, shape: tuple[int, ...]) -> Float[Array, " *
     """What `encode` was given, in fp32, to half a step of the format at its scale."""
     _check(dtype)
     return _decode8(small) if dtype == "float8_e4m3fn" else _decode4(small, shape=shape)
+
+
+def on_wire(x: Float[Array, " *leaf"], dtype: str) -> Float[Array, " *leaf"]:
+    """What arrives, in fp32, of a tensor that is sent in any of the formats (`BITS`).
+
+    What is beyond the `reach` of the format arrives as its end. Limit case: "float32" is the
+    identity.
+    """
+    cut = jnp.clip(x.astype(jnp.float32), -reach(dtype), reach(dtype))
+    if dtype in SMALL:
+        return decode(encode(cut, dtype), dtype, cut.shape)
+    # Behind a barrier: XLA may leave out a rounding that is widened again at once.
+    return jax.lax.optimization_barrier(cut.astype(dtype)).astype(jnp.float32)
 
 
 def _check(dtype: str) -> None:
@@ -106,10 +133,14 @@ def _times(x: Float[Array, " *leaf"], exponent: Array) -> Float[Array, " *leaf"]
     return x * _power(half) * _power(exponent - half)
 
 
+def _settled(x: Float[Array, " *leaf"]) -> Float[Array, " *leaf"]:
+    """Zero where XLA may or may not have made it zero."""
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, 0, x)
+
+
 def _sound(x: Real[Array, " *leaf"]) -> Float[Array, " *leaf"]:
     """Widened, with what is too small to have a scale made zero."""
-    wide = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(wide) < _SMALLEST_NORMAL, 0, wide)
+    return _settled(x.astype(jnp.float32))
 
 
 @jax.jit
@@ -125,7 +156,8 @@ def _encode8(x: Real[Array, " *leaf"]) -> Small:
 @jax.jit
 def _decode8(small: Small) -> Float[Array, " *leaf"]:
     exponent, sound = _read_scale(small.scales)
-    return jnp.where(sound, _times(small.values.astype(jnp.float32), exponent), jnp.nan)
+    values = _settled(_times(small.values.astype(jnp.float32), exponent))
+    return jnp.where(sound, values, jnp.nan)
 
 
 @jax.jit
@@ -175,5 +207,5 @@ def _decode4(small: Small, *, shape: tuple[int, ...]) -> Float[Array, " *leaf"]:
     blocks = jnp.pad(table[codes], (0, -codes.size % BLOCK)).reshape(-1, BLOCK)
     exponent, sound = _read_scale(small.scales)
     held = jnp.clip(_times(blocks, exponent[:, None]), -_END, _END)  # 2^128 is out of reach.
-    values = jnp.where(sound[:, None], held, jnp.nan)
+    values = jnp.where(sound[:, None], _settled(held), jnp.nan)
     return values.reshape(-1)[:size].reshape(shape)

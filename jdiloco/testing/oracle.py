@@ -8,6 +8,7 @@ All functions take and return one tensor; none changes its arguments.
     merged                  = rda([d, ...], [weight(steps, samples), ...])
     master, momentum        = outer_step(master, momentum, merged)
     committed               = narrow(master, dtype)
+      or, by updates        = rebuilt(anchor, on_wire(master - anchor, commit_dtype))
     aligned                 = narrow(carried(params, snapshot, committed), dtype)
 """
 
@@ -88,10 +89,13 @@ def outer_step(
 
 
 def on_wire(x: Tensor, dtype: str) -> Wide:
-    """What arrives of a delta sent as `float8_e4m3fn` (one power-of-two scale for all of it, the
-    largest at 128 or more) or as `float4_e2m1fn` (the least scale per 32 elements that cuts off
-    nothing)."""
+    """What arrives of a tensor sent as `float8_e4m3fn` (one power-of-two scale for all of it, the
+    largest at 128 or more), as `float4_e2m1fn` (the least scale per 32 elements that cuts off
+    nothing), or in one of the wider types."""
     wide = np.asarray(x, np.float32).astype(np.float64)
+    if dtype in ("float32", "bfloat16", "float16"):
+        end = float(ml_dtypes.finfo(dtype).max)
+        return np.asarray(widen(narrow(np.clip(wide, -end, end), dtype)))
     largest = float(np.max(np.abs(wide), initial=0.0))
     if dtype == "float8_e4m3fn":
         scale = 2.0 ** (np.frexp(largest)[1] - 8) if largest else 1.0
@@ -104,6 +108,14 @@ def on_wire(x: Tensor, dtype: str) -> Wide:
         small = (block / scale).astype(ml_dtypes.float4_e2m1fn)
         found[start : start + 32] = small.astype(np.float64) * scale
     return found.reshape(wide.shape)
+
+
+def rebuilt(anchor: Tensor, update: Tensor) -> NDArray[Any]:
+    """The next anchor of a learner that holds the one before: `narrow(anchor + update)`."""
+    held = np.asarray(anchor)
+    end = float(ml_dtypes.finfo(held.dtype).max)
+    moved = np.float32(widen(held) + widen(update))
+    return narrow(np.clip(moved, -end, end), held.dtype)
 
 
 def narrow(x: Tensor, dtype: Any) -> NDArray[Any]:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import jdiloco
 import jdiloco.algo
 from jdiloco import diloco_outer, spmd
-from jdiloco.algo import alignment, merges, outer, wire
+from jdiloco.algo import alignment, merges, narrowing, outer, wire
 from jdiloco.algo.sums import HERE, STACKED
 from jdiloco.runtime import learner
 
@@ -48,10 +48,11 @@ KERNELS: dict[str, Call] = {
     "merge_tensor": (
         merges.merge_tensor, (STACK, WEIGHTS), {"kernel": merges.rda_kernel, "sums": STACKED}
     ),
-    "_zeros": (outer._zeros, (NARROW,), {}),
-    "_widen": (outer._widen, (NARROW,), {}),
+    "zeros": (narrowing.zeros, (NARROW,), {}),
+    "_widen": (narrowing._widen, (NARROW,), {}),
     "_nesterov": (outer._nesterov, (TENSOR, TENSOR, NUMBER, NUMBER), {}),
-    "_advance": (outer._advance, (TENSOR, NARROW, TENSOR), {}),
+    "_advance": (narrowing._advance, (TENSOR, NARROW, TENSOR), {}),
+    "_let_out": (narrowing._let_out, (TENSOR, NARROW, TENSOR), {"dtype": "float8_e4m3fn"}),
     "_choose": (outer._choose, (FLAG, TENSOR, TENSOR), {}),
     "blended": (alignment.blended, PAIR, {"mixing": 0.5}),
     "carried": (alignment.carried, (*PAIR, PAIR[0]), {}),
