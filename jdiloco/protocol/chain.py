@@ -138,6 +138,7 @@ def compose(
     timing: Timing,
     anchor: Payload | None = None,
     outer: Payload | None = None,
+    update: Payload | None = None,
     cosine: float | None = None,
     build: Build | None = None,
 ) -> RoundRecord:
@@ -171,6 +172,7 @@ def compose(
         checkpoint=chain.checkpoint,
         anchor=anchor,
         outer=outer,
+        update=update,
         cosine=cosine,
         build=build,
     )

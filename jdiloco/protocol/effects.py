@@ -96,9 +96,15 @@ class Merged(Event):
     attempt: int
     anchor: Payload | None = None
     outer: Payload | None = None
+    update: Payload | None = None
     cosine: float = 1.0
     error: str = ""
     culprit: ContributionKey | None = None
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """What the attempt has put into the mailbox."""
+        return tuple(p for p in (self.anchor, self.outer, self.update) if p is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

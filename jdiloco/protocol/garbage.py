@@ -136,7 +136,7 @@ def _lost_attempts(seen: Seen, keys: Keys) -> list[str]:
         record = seen.records.get(round)
         if record is None:
             continue
-        named = {payload.key for payload in (record.anchor, record.outer) if payload is not None}
+        named = {payload.key for payload in record.payloads}
         if key not in named:
             lost.append(key)
     return lost

@@ -8,7 +8,7 @@
 | `{run}/log/{g}/{r}.1.{n:03}` | n-th claim on the closing of a round | contested |
 | `{run}/log/{g}/{r}.2.{node}.{inc}[.f]` | contribution; `.f`: the node is leaving | owned |
 | `{run}/log/live/{node}.{inc}.{beat:08}.{phase}.{step}.{next}` | beat, body: an account | owned |
-| `{run}/data/{r}.{write id}.{anchor,outer}` | payload of one attempt to close a round | owned |
+| `{run}/data/{r}.{write id}.{anchor,outer,update}` | payload of one attempt at a round | owned |
 | `{run}/data/{r}.{node}.{inc}.part.{n:04}.{sha256}` | a part of a pod's contribution | owned |
 | `{run}/save/{r}.{node}.{inc}/…` | files of a run checkpoint | owned |
 | `{run}/node/{node}.{inc}` | incarnation | contested |
@@ -149,7 +149,7 @@ _BEAT = re.compile(
 _UNIT = re.compile(r"(?P<unit>[0-9]{4,18})\.(?P<claim>[0-9]{3,18})(?:\.(?P<mark>back|done))?")
 _PAYLOAD = re.compile(
     rf"(?P<round>[0-9]{{10}})\.(?P<write>{_NODE}\.[0-9]{{4,18}}\.[0-9]{{4,18}})"
-    r"\.(?P<part>anchor|outer)"
+    r"\.(?P<part>anchor|outer|update)"
 )
 _PART = re.compile(
     rf"(?P<round>[0-9]{{10}})\.{_NODE}\.(?P<inc>[0-9]{{4,18}})"

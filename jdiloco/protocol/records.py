@@ -258,12 +258,18 @@ class RoundRecord(msgspec.Struct, frozen=True):
     checkpoint: Checkpoint  # The newest complete one.
     anchor: Payload | None = None
     outer: Payload | None = None
+    update: Payload | None = None  # From the version before; None where it would save nothing.
     cosine: float | None = None  # Mean pairwise cosine of the deltas.
     build: Build | None = None
 
     @property
     def void(self) -> bool:
         return self.anchor is None
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """Every payload that it names."""
+        return tuple(p for p in (self.anchor, self.outer, self.update) if p is not None)
 
 
 class _Formatted(msgspec.Struct):

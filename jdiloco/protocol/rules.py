@@ -28,6 +28,7 @@ class Rules:
     lease_seconds: float = 30.0
     keep_rounds: int = 2
     checkpoint_every: int = 10
+    updates: bool = False  # Whether commits can have updates beside the whole anchor.
 
     @property
     def steps_ahead(self) -> float:

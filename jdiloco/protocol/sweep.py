@@ -51,7 +51,7 @@ def shelve(shelf: Shelf, record: RoundRecord) -> Shelf:
     reports = (*record.participants, *record.rejected)
     keys = [ContributionKey(record.round, r.node, r.incarnation, r.final) for r in reports]
     in_parts = {key for key, report in zip(keys, reports, strict=True) if report.parts}
-    payloads = [(record.round, p.key) for p in (record.anchor, record.outer) if p is not None]
+    payloads = [(record.round, payload.key) for payload in record.payloads]
     known = {checkpoint.prefix for checkpoint in shelf.checkpoints}
     new = () if record.checkpoint.prefix in known else (record.checkpoint,)
     return replace(

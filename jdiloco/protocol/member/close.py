@@ -98,7 +98,7 @@ def _merge(turn: Turn) -> None:
     closing = closings.merging(state.closing, attempt)
     fragment = state.chain.fragment
     name = write_id(state.me.node, state.me.incarnation, attempt)
-    parts = ("anchor", "outer")
+    parts = ("anchor", "outer", "update") if state.rules.updates else ("anchor", "outer")
     turn.set(
         closing=closing,
         waits=replace(state.waits, merging=turn.now),
@@ -125,7 +125,7 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
     state = turn.state
     closing = state.closing
     if (closing.round, closing.attempt) != (event.round, event.attempt):
-        keys = tuple(p.key for p in (event.anchor, event.outer) if p is not None)
+        keys = tuple(payload.key for payload in event.payloads)
         if keys:  # Somebody else's record was read meanwhile.
             turn.add(fx.Delete(keys))
         return
@@ -152,6 +152,7 @@ def _write_record(turn: Turn, closing: Closing, merged: fx.Merged | None = None)
         timing=_timing(state, closing),
         anchor=merged.anchor if merged else None,
         outer=merged.outer if merged else None,
+        update=merged.update if merged else None,
         cosine=merged.cosine if merged else None,
         build=state.build if merged else None,
     )

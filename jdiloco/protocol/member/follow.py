@@ -110,7 +110,7 @@ def take_record(turn: Turn, data: bytes) -> None:
 
 def _discard(turn: Turn, record: RoundRecord) -> None:
     """Some record of the round has been read, so what it does not name is garbage."""
-    named = {payload.key for payload in (record.anchor, record.outer) if payload is not None}
+    named = {payload.key for payload in record.payloads}
     lost = tuple(key for key in turn.state.attempted if key not in named)
     if lost:
         turn.add(fx.Delete(lost))

@@ -180,7 +180,7 @@ def names_of(key: str, data: bytes) -> frozenset[str]:
                 KEYS.contribution(ContributionKey(record.round, r.node, r.incarnation, r.final))
                 for r in reports
             ),
-            *(payload.key for payload in (record.anchor, record.outer) if payload),
+            *(payload.key for payload in record.payloads),
         ]
     )
 

@@ -86,11 +86,14 @@ def write_checkpoint(mailbox: Mailbox, prefix: str, state: list[Values], round: 
 class Closer:
     """What one node holds of the versions it closes."""
 
-    def __init__(self, mailbox: Mailbox, keys: Keys, process: Process, plan: Plan) -> None:
+    def __init__(
+        self, mailbox: Mailbox, keys: Keys, process: Process, plan: Plan, *, updates: bool
+    ) -> None:
         self._mailbox = mailbox
         self._keys = keys
         self._process = process
         self._plan = plan
+        self._updates = updates
         self._held: dict[int, tuple[int, Values]] = {}  # Per fragment: whose round, and its value.
         self._measured: dict[ContributionKey, tuple[Delta, str]] = {}
         self._made: dict[int, Values] = {}
@@ -122,13 +125,15 @@ class Closer:
         value = values.merged(base.value, inputs, final=request.final)
         made = Values(request.fragment, base.version + 1, value)
         payloads = []
-        for part in ("anchor", "outer"):
+        parts = ("anchor", "outer", "update") if self._updates else ("anchor", "outer")
+        for part in parts:
             key = self._keys.payload(request.round, request.write_id, part)
             data = values.encode(made)
             yield from create_owned(self._mailbox, key, data)
             payloads.append(Payload(key, len(data), sha256(data)))
         self._made[request.round] = made
-        return *payloads, values.cosine(value)
+        anchor, outer, *update = payloads
+        return anchor, outer, update[0] if update else None, values.cosine(value)
 
     def take_value(self, round: int) -> Values | None:
         """What this node's own attempt made, handed over once."""

@@ -76,7 +76,9 @@ class Control:
             beat=birth.beat,
             shelf=old,
         )
-        self._closer = Closer(mailbox, self.state.keys, process, plan)
+        self._closer = Closer(
+            mailbox, self.state.keys, process, plan, updates=scenario.rules.updates
+        )
         self._small, self._upload, self._close, self._deliver, self._save = (
             Worker(process) for _ in range(5)
         )
