@@ -9,7 +9,9 @@ import signal
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -183,6 +185,7 @@ class Session:
         self._schema = Schema((), ())  # The run's, once it is found.
         if self._brings_model:
             self._schema = Schema.of(self._holder.specs, algorithm)
+            _warn_of_precision(self._schema)
         self._backend = backends.chosen(backend, self._tensors())
         self._stop_signal: int | None = None
         self._open = contextlib.ExitStack()
@@ -459,11 +462,13 @@ class Session:
         )
         newest: Values = {}
         head: PodHead | None = None
+        held: tuple[int, ...] | None = None
         if self._pod is not None:
             chain, head, newest = self._pod.place(performer, store, scratch, manifest, data, birth)
         elif saved is not None and not birth.overtaken:
             chain = performer.run(joining.read_chain_at(manifest, data, saved.private.read))
             newest = dict(saved.held)
+            held = tuple(fragment.version for fragment in saved.private.fragments)
         elif trains(self._role):
             chain, newest = newest_values(
                 performer, performer.library(schema), manifest, data, birth.listed
@@ -489,6 +494,8 @@ class Session:
             role=self._role,
             callbacks=self._callbacks,
             shelf=old,
+            values=newest,
+            versions=chain.versions if held is None else held,
             compression=self._compression,
             spent=self._spent,
         )
@@ -966,6 +973,16 @@ def _holder(params: Any) -> Holder:
     return TreeHolder(params)
 
 
+def _warn_of_precision(schema: Schema) -> None:
+    precision = schema.precision
+    if precision.commit_dtype is not None and not precision.narrowed(schema.tensors):
+        warnings.warn(
+            f"`commit_dtype` is {precision.commit_dtype!r}, and no parameter has more bits than "
+            "that: commits go out whole, as with None.",
+            stacklevel=3,
+        )
+
+
 def load(
     mailbox: str | os.PathLike[str] | Store,
     like: Any,
@@ -987,7 +1004,7 @@ def load(
             raise no_run(store)
         manifest = manifest_of(store, data)
         holder = _holder(like)
-        schema = Schema(holder.specs, manifest.plan)
+        schema = replace(Schema.of_manifest(manifest), tensors=holder.specs)
         schema.check_against(manifest)
         _, values = newest_values(performer, performer.library(schema), manifest, data)
         leaves = zip(values, holder.get(like, list(values)), strict=True)

@@ -306,7 +306,12 @@ def _of_step(result: Any) -> tuple[Any, Any, Any]:
 
 def _outer_step(algorithm: DiLoCo, axis_name: str | None) -> Any:
     return diloco_outer(
-        algorithm.merge, algorithm.outer_lr, algorithm.outer_momentum, axis_name=axis_name
+        algorithm.merge,
+        algorithm.outer_lr,
+        algorithm.outer_momentum,
+        axis_name=axis_name,
+        commit_dtype=algorithm.commit_dtype,
+        momentum_dtype=algorithm.momentum_dtype,
     )
 
 

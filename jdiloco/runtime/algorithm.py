@@ -9,16 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdiloco.algo import merges, partition
+from jdiloco.algo.checks import check_dtype
 from jdiloco.algo.merges import Merge, rda
+from jdiloco.algo.outer import MOMENTA
 from jdiloco.algo.partition import Partition, by_bytes
+from jdiloco.algo.wire import narrows
 from jdiloco.errors import RunConfigMismatch, UsageError
 from jdiloco.protocol import alignment
 from jdiloco.protocol.alignment import OVERWRITE, Alignment
 from jdiloco.protocol.rules import Rules
+from jdiloco.runtime.precision import Precision
 from jdiloco.runtime.wire import FORMATS
 
 SMALL_SYNC_EVERY = 10
 """Below this many steps successive deltas agree, and a momentum of 0.9 multiplies a step by 10."""
+
+MOMENTUM_STICKS = 1 - 2.0**-8
+"""From here on what a round takes off the momentum may be less than half a step of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,16 @@ class DiLoCo:
         "bfloat16", "float16", "float8_e4m3fn" (a byte an element) or "float4_e2m1fn" (about half a
         byte). Deltas are subtracted in float32 before they are narrowed. What narrowing rounds away
         is lost, so compare a short run; published runs with four bits lost next to nothing.
+      commit_dtype: Precision in which commits reach learners that hold the version before: None
+        (whole, in the parameter's own type) or one of the others of `delta_dtype`. A tensor with
+        more bits than that comes as an update to the anchor; what the update rounds away stays in
+        an fp32 master and comes with later ones, so nothing is lost. Of float32 parameters
+        "float8_e4m3fn", a good start, quarters what a learner downloads, and a closer uploads five
+        bytes an element more: the master and the update. Choose it where learners are many, or
+        their lines slow.
+      momentum_dtype: Precision in which the outer momentum is kept: "float32", or "bfloat16", which
+        saves a closer two of the bytes that it uploads for each element. Good below an
+        `outer_momentum` of about 0.99: a decay of less than 0.4 % a round would be rounded away.
       flush_on_close: Whether a node that has run out of data publishes the steps of its unfinished
         rounds.
       global_batch_size: Rows of one step of all learners together; `session.batch_size` is this
@@ -106,6 +123,8 @@ class DiLoCo:
     round_seconds: float | None = None
     partition: Partition = dataclasses.field(default_factory=by_bytes)
     delta_dtype: str | None = None
+    commit_dtype: str | None = None
+    momentum_dtype: str = "float32"
     flush_on_close: bool = False
     global_batch_size: int | None = None
     keep_rounds: int = 2
@@ -131,6 +150,18 @@ class DiLoCo:
                 f"{1 / (1 - self.outer_momentum):.0f}. Use outer_momentum=0, or sync less often.",
                 stacklevel=3,
             )
+        if self.momentum_dtype == "bfloat16" and self.outer_momentum > MOMENTUM_STICKS:
+            warnings.warn(
+                f"`outer_momentum` {self.outer_momentum} with `momentum_dtype` 'bfloat16': a round "
+                "takes less off the momentum than bfloat16 can tell apart, so it would never fade. "
+                "Keep it in float32, or use less momentum.",
+                stacklevel=3,
+            )
+
+    @property
+    def precision(self) -> Precision:
+        """In how many bits commits are sent and kept."""
+        return Precision(self.commit_dtype, self.momentum_dtype)
 
     @property
     def rounds_in_flight(self) -> int:
@@ -153,6 +184,7 @@ class DiLoCo:
             lease_seconds=self.lease_seconds,
             keep_rounds=self.keep_rounds,
             checkpoint_every=self.checkpoint_every,
+            updates=narrows(self.commit_dtype, "float32"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -261,8 +293,9 @@ def _check_choices(algorithm: DiLoCo) -> None:
             f"`lease_seconds` is {algorithm.lease_seconds} and `beat_seconds` "
             f"{algorithm.beat_seconds}: one late beat would end a lease. Use at least two beats."
         )
-    if algorithm.delta_dtype not in FORMATS:
-        raise UsageError(
-            f"`delta_dtype` {algorithm.delta_dtype!r} is not one of "
-            f"{', '.join(map(repr, FORMATS))}."
-        )
+    for name, known in (
+        ("delta_dtype", FORMATS),
+        ("commit_dtype", FORMATS),
+        ("momentum_dtype", MOMENTA),
+    ):
+        check_dtype(name, settings[name], known)

@@ -44,10 +44,12 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdiloco.algo.outer import MOMENTA
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.records import Checkpoint, Payload, seal
 from jdiloco.runtime import messages, trees
 from jdiloco.runtime.pods.pieces import Box
+from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.runtime.trees import Place
 from jdiloco.store.arguments import is_part
 from jdiloco.store.base import Store
@@ -63,7 +65,6 @@ be held against it. It is written last: a checkpoint without one is not complete
 
 _DOWNLOAD_BYTES = 64 * 2**20
 _NARROW = {"bfloat16", "float16"}
-_WIDE = {"float32", "float64"}
 
 
 class RunState(msgspec.Struct, frozen=True, eq=False):
@@ -74,8 +75,8 @@ class RunState(msgspec.Struct, frozen=True, eq=False):
     """
 
     values: dict[str, np.ndarray]  # Anchors by path name, each in its parameter's type.
-    momentum: dict[str, np.ndarray]  # Of every tensor, in float32 or better.
-    master: dict[str, np.ndarray]  # In float32, of bfloat16 and float16 tensors alone.
+    momentum: dict[str, np.ndarray]  # Of every tensor, in float32 or the run's `momentum_dtype`.
+    master: dict[str, np.ndarray]  # In float32, of tensors that are rounded from one.
     versions: tuple[int, ...]  # Of every fragment.
     round: int  # The newest round whose record is covered; -1 before the first.
     manifest: bytes  # As it lies in the mailbox.
@@ -119,6 +120,7 @@ def read(
     *,
     scratch: Path,
     specs: Sequence[TensorSpec],
+    precision: Precision = FULL,
 ) -> RunState:
     """Downloads a checkpoint, checks it against `files` and `specs`, and restores it read-only.
 
@@ -128,7 +130,7 @@ def read(
     with private(scratch, "load-") as root:
         for file in files:
             download(store, prefix, file, root)
-        return restore(root, specs)
+        return restore(root, specs, precision)
 
 
 def fetch(store: Store, prefix: str, files: Sequence[Payload], root: Path, within: str) -> None:
@@ -157,10 +159,10 @@ def read_boxes(
         }
 
 
-def restore(root: Path, specs: Sequence[TensorSpec]) -> RunState:
+def restore(root: Path, specs: Sequence[TensorSpec], precision: Precision = FULL) -> RunState:
     """Restores a checkpoint whose files lie below `root`. Errors: `read`."""
     with _format_errors():
-        return _restore_state(root, specs)
+        return _restore_state(root, specs, precision)
 
 
 def export(state: RunState, path: Path, *, run: str, outer: bool) -> None:
@@ -212,23 +214,28 @@ def _check_state(state: RunState) -> None:
     specs = [TensorSpec(n, a.shape, a.dtype.name) for n, a in state.values.items()]
     try:
         messages.check(state.momentum, specs, dtypes=_momentum_dtypes(state.momentum, specs))
-        messages.check(state.master, _narrow(specs), dtypes="float32")
+        messages.check(state.master, _mastered(specs, state.master))
     except FormatError as error:
         raise UsageError(f"Momentum and master copies must fit the values. {error}") from error
 
 
-def _narrow(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    return [spec for spec in specs if spec.dtype in _NARROW]
+def _mastered(specs: Sequence[TensorSpec], found: Mapping[str, Any]) -> list[TensorSpec]:
+    """bfloat16 and float16 tensors have a master, float32 ones where commits are narrow."""
+    held = [s for s in specs if s.dtype in _NARROW or (s.dtype == "float32" and s.name in found)]
+    return _in_float32(held)
 
 
 def _in_float32(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     return [TensorSpec(spec.name, spec.shape, "float32") for spec in specs]
 
 
-def _momentum_dtypes(found: Mapping[str, Any], specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """What was found where it is wide enough, so that only narrow momentum counts as wrong."""
+def _momentum_dtypes(
+    found: Mapping[str, Any], specs: Sequence[TensorSpec], dtypes: Sequence[str] = MOMENTA
+) -> dict[str, str]:
+    """What was found where it will do, so that only other momentum counts as wrong."""
     names = {name: array.dtype.name for name, array in found.items()}
-    return {s.name: d if (d := names.get(s.name)) in _WIDE else "float32" for s in specs}
+    held = (*dtypes, "float64")
+    return {s.name: d if (d := names.get(s.name)) in held else dtypes[0] for s in specs}
 
 
 # Writing what Orbax reads.
@@ -303,13 +310,13 @@ def _restore_run(root: Path) -> _Run:
     return msgspec.convert(found, _Run)
 
 
-def _restore_state(root: Path, specs: Sequence[TensorSpec]) -> RunState:
+def _restore_state(root: Path, specs: Sequence[TensorSpec], precision: Precision) -> RunState:
     run = _restore_run(root)
     names = {place: name for name, place in trees.places([spec.name for spec in specs]).items()}
     wanted = {
         "params": list(specs),
-        "momentum": _in_float32(specs),
-        "master": _in_float32(_narrow(specs)),
+        "momentum": precision.momenta(specs),
+        "master": _in_float32(precision.masters(specs)),
     }
     _check_stored(root, wanted, names)
     items = _restore_trees(root, wanted, names)
@@ -333,7 +340,8 @@ def _check_stored(
         tree = stored.tree if (stored := items.get(item)) else {}
         found = {names.get(p, "/".join(p)): _stand_in(leaf) for p, leaf in trees.leaves(tree)}
         full = [spec for spec in specs if spec.size]
-        dtypes = _momentum_dtypes(found, full) if item == "momentum" else None
+        kept = [spec.dtype for spec in full[:1]]  # One type for all of them.
+        dtypes = _momentum_dtypes(found, full, kept) if item == "momentum" else None
         messages.check(found, full, dtypes=dtypes)
 
 

@@ -194,11 +194,11 @@ class Performer:
 
 def initial_state(schema: Schema, values: dict[str, np.ndarray]) -> RunState:
     """What a run begins from: the creator's values, no momentum, version 0 everywhere."""
-    momentum = {spec.name: np.zeros(spec.shape, np.float32) for spec in schema.tensors}
+    precision = schema.precision
+    momentum = {s.name: np.zeros(s.shape, s.dtype) for s in precision.momenta(schema.tensors)}
     master = {
         spec.name: values[spec.name].astype(np.float32)
-        for spec in schema.tensors
-        if spec.dtype != "float32"
+        for spec in precision.masters(schema.tensors)
     }
     versions = (0,) * len(schema.plan)
     return RunState(values, momentum, master, versions, -1, b"")

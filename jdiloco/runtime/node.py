@@ -52,6 +52,7 @@ from jdiloco.runtime import checkpoints, contributions, wire
 from jdiloco.runtime.build import this_build
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.contributions import Rejection
+from jdiloco.runtime.held import Held
 from jdiloco.runtime.news import Commit, Followed, Halt, Paused, Resumed, ToLearner, Values, Woken
 from jdiloco.runtime.payloads import Library, read_anchor
 from jdiloco.runtime.place import Place, PodHead
@@ -89,9 +90,12 @@ class Node:
         role: str,
         callbacks: Iterable[Callable[[events.Event], None]],
         shelf: Shelf,
+        values: Values,
+        versions: Sequence[int],
         compression: str | None = None,
         spent: Callable[[], Spent] = Spent,
     ) -> None:
+        """`values` are what its learner begins with, `versions` theirs, per fragment."""
         self.place = place
         self.to_learner: queue.SimpleQueue[ToLearner] = queue.SimpleQueue()
         self.landed: Callable[[ContributionHead], None] = lambda head: None
@@ -105,6 +109,7 @@ class Node:
         self._told = self._progress[-1]
         self._fetches: dict[int, tuple[ContributionHead, Fetch]] = {}
         self._ready: dict[int, Values] = {}  # Committed by this node, not yet delivered.
+        self._held = Held(place.store, place.schema, values, versions)
         self._state = member.start(
             place.life,
             place.algorithm.rules(),
@@ -459,6 +464,7 @@ class Node:
                 except FormatError as error:
                     logger.info("a reader was overtaken by the sweep: %s", error)
                     return fx.Delivered(self._clock.now(), record.round, False, gone=True)
+                self._held.took(record, values)
             self.to_learner.put(Commit(record, values))
             return fx.Delivered(self._clock.now(), record.round, True)
 
@@ -469,13 +475,22 @@ class Node:
         pod, chain = self.place.pod, self._state.chain
         if pod is not None:
             values = pod.library.anchor(record)
-        else:
+        elif (values := self._by_update(record)) is None:
             specs = self.place.schema.fragment(record.fragment)
             values = read_anchor(self.place.store, record, specs)
         if values is not None or chain.records[record.fragment] != record:
             return values
         library = self._library() if pod is None else pod.library
         return library.values(record.fragment, record, chain.checkpoint)
+
+    def _by_update(self, record: RoundRecord) -> Values | None:
+        """What a record committed, where its update and what is held here are enough."""
+        try:
+            return self._held.updated(record)
+        except FormatError as error:
+            message = f"{error} The whole anchor is read instead."
+            self.emit(events.Warned(node=self.place.life.node, message=message))
+            return None
 
     def _library(self) -> Library:
         place = self.place

@@ -1,10 +1,12 @@
 """A round's payloads as bytes, and where the values of a version come from.
 
     anchor    the fragment's tensors in the parameters' types: what learners align with
-    outer     momentum, and the fp32 master behind bfloat16 and float16 tensors: what closers need
+    outer     momentum, and the fp32 master behind tensors that are rounded: what closers need
+    update    where commits are narrow: the way from the version before, for who holds that
 
-The values of the newest version are always complete in the mailbox: as the payloads that its
-record names or, once two run checkpoints cover them, in the newest checkpoint.
+The values of the newest version are always complete in the mailbox: as the anchor and outer
+payloads that its record names or, once two run checkpoints cover them, in the newest checkpoint.
+An update saves reading the anchor, and nothing rests on it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from jdiloco.errors import FormatError, StoreUnavailable
 from jdiloco.protocol.records import Checkpoint, Payload, RoundRecord
 from jdiloco.runtime import checkpoints, messages
 from jdiloco.runtime.checkpoints import RunState
+from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Buffer, Entry, Store
 from jdiloco.store.signed import SignedStore
@@ -35,8 +38,8 @@ class Version:
     """A fragment's values with everything that the outer step needs."""
 
     values: Tensors  # In the parameters' types.
-    momentum: Tensors  # fp32.
-    master: Tensors  # fp32, of bfloat16 and float16 tensors alone.
+    momentum: Tensors  # In the run's `momentum_dtype`.
+    master: Tensors  # fp32, of tensors that are rounded from one (`Precision.masters`).
 
 
 def encode_anchor(values: Tensors, *, compression: str | None = None) -> Sequence[Buffer]:
@@ -56,6 +59,11 @@ def encode_outer(
     return messages.encode({**held, **wide}, {}, compression=compression)
 
 
+def encode_update(update: Tensors, *, compression: str | None = None) -> Sequence[Buffer]:
+    """The update payload."""
+    return messages.encode(update, {}, compression=compression)
+
+
 def read_anchor(store: Store, record: RoundRecord, specs: Sequence[TensorSpec]) -> Tensors | None:
     """The values that a record committed, checked against its hash; None when they are gone."""
     data = _read(store, record.anchor)
@@ -63,11 +71,23 @@ def read_anchor(store: Store, record: RoundRecord, specs: Sequence[TensorSpec]) 
 
 
 def read_outer(
-    store: Store, record: RoundRecord, specs: Sequence[TensorSpec]
+    store: Store,
+    record: RoundRecord,
+    specs: Sequence[TensorSpec],
+    precision: Precision = FULL,
 ) -> tuple[Tensors, Tensors] | None:
     """Momentum and master of a version; None when they are gone."""
     data = _read(store, record.outer)
-    return None if data is None else decode_outer(data, specs)
+    return None if data is None else decode_outer(data, specs, precision)
+
+
+def read_update(store: Store, record: RoundRecord) -> Tensors | None:
+    """The update that leads to a version, as it was sent; None when there is none, or it is gone.
+
+    Raises FormatError for other bytes than the record names.
+    """
+    data = _read(store, record.update)
+    return None if data is None else messages.decode(data).tensors
 
 
 def decode_anchor(data: Buffer, specs: Sequence[TensorSpec]) -> Tensors:
@@ -77,13 +97,14 @@ def decode_anchor(data: Buffer, specs: Sequence[TensorSpec]) -> Tensors:
     return tensors
 
 
-def decode_outer(data: Buffer, specs: Sequence[TensorSpec]) -> tuple[Tensors, Tensors]:
+def decode_outer(
+    data: Buffer, specs: Sequence[TensorSpec], precision: Precision = FULL
+) -> tuple[Tensors, Tensors]:
     """Momentum and master in an outer payload. Errors: `decode_anchor`."""
     tensors = messages.decode(data).tensors
     momentum, master = _part(tensors, "momentum/"), _part(tensors, "master/")
-    messages.check(momentum, specs, dtypes="float32")
-    narrow = [spec for spec in specs if spec.dtype != "float32"]
-    messages.check(master, narrow, dtypes="float32")
+    messages.check(momentum, precision.momenta(specs))
+    messages.check(master, precision.masters(specs), dtypes="float32")
     return momentum, master
 
 
@@ -203,6 +224,7 @@ class Library:
                 checkpoint.files,
                 scratch=self._scratch,
                 specs=self._schema.tensors,
+                precision=self._schema.precision,
             )
             self._restored = (checkpoint.prefix, state)
         return self._restored[1]
@@ -226,7 +248,7 @@ class Library:
         """The same with momentum and master. Errors: `values`."""
         specs = self._schema.fragment(fragment)
         if record is not None:
-            outer = read_outer(self._store, record, specs)
+            outer = read_outer(self._store, record, specs, self._schema.precision)
             anchor = read_anchor(self._store, record, specs)
             if outer is not None and anchor is not None:
                 return Version(anchor, *outer)

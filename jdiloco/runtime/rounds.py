@@ -131,8 +131,10 @@ class RoundCloser:
         except FormatError:
             return False
 
-    def merge(self, request: fx.Merge, checkpoint: Checkpoint) -> tuple[Payload, Payload, float]:
-        """Takes the outer step and uploads anchor and outer state."""
+    def merge(
+        self, request: fx.Merge, checkpoint: Checkpoint
+    ) -> tuple[Payload, Payload, Payload | None, float]:
+        """Takes the outer step and uploads anchor, outer state and, where there is one, update."""
         index = request.fragment
         self._load(index, request.base, checkpoint)
         self._loaded.pop(index)  # Until it is known whose record this round has.
@@ -142,7 +144,8 @@ class RoundCloser:
             final=request.final,
         )
         made = {}
-        for part in ("anchor", "outer"):
+        parts = ("anchor", "outer", "update") if closed.update else ("anchor", "outer")
+        for part in parts:
             key = self._keys.payload(request.round, request.write_id, part)
             plain = self._encoded(part, closed, None)
             size = sum(memoryview(buffer).nbytes for buffer in plain)
@@ -151,11 +154,13 @@ class RoundCloser:
             packed = self._compression and self._encoded(part, closed, self._compression)
             self._send(key, packed or plain)
         self._values[request.round] = _copies(closed.anchor)
-        return made["anchor"], made["outer"], closed.mean_cosine
+        return made["anchor"], made["outer"], made.get("update"), closed.mean_cosine
 
     def _encoded(self, part: str, closed: Closed, compression: str | None) -> Sequence[Buffer]:
         if part == "anchor":
             return payloads.encode_anchor(closed.anchor, compression=compression)
+        if part == "update":
+            return payloads.encode_update(closed.update, compression=compression)
         return payloads.encode_outer(closed.momentum, closed.master, compression=compression)
 
     def furthest(self, request: fx.Merge) -> ContributionKey:
@@ -195,6 +200,7 @@ class RoundCloser:
                 self._algorithm.merge,
                 outer_lr=self._algorithm.outer_lr,
                 outer_momentum=self._algorithm.outer_momentum,
+                precision=self._schema.precision,
             )
         return self._closers[index]
 

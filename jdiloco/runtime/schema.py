@@ -9,6 +9,7 @@ from jdiloco.algo.partition import plan
 from jdiloco.errors import SchemaMismatch, UsageError
 from jdiloco.protocol.records import Manifest
 from jdiloco.runtime.algorithm import DiLoCo
+from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.types import TensorSpec
 
 SHOWN = 8
@@ -17,10 +18,11 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The tensors of a model in canonical order, and the fragment plan."""
+    """The tensors of a model in canonical order, the fragment plan, and how commits are kept."""
 
     tensors: tuple[TensorSpec, ...]
     plan: tuple[tuple[str, ...], ...]
+    precision: Precision = FULL
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec], algorithm: DiLoCo) -> Schema:
@@ -36,12 +38,13 @@ class Schema:
                 f"{wide[0]!r} is float64; a run holds float32, bfloat16 and float16. "
                 "Cast the parameters to float32."
             )
-        return cls(tuple(tensors), plan(algorithm.partition, tensors, algorithm.fragments))
+        fragments = plan(algorithm.partition, tensors, algorithm.fragments)
+        return cls(tuple(tensors), fragments, algorithm.precision)
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> Schema:
         """The schema that a run was created with."""
-        return cls(manifest.tensors, manifest.plan)
+        return cls(manifest.tensors, manifest.plan, Precision.of_manifest(manifest.algorithm))
 
     def fragment(self, index: int) -> tuple[TensorSpec, ...]:
         """The tensors of one fragment, in canonical order."""

@@ -1,4 +1,4 @@
-"""How deltas stand in a message, in the precision that the run has agreed on.
+"""How deltas and updates stand in a message, in the precision that the run has agreed on.
 
 A wide format holds each tensor under its own name. A small one (`jdiloco.algo.wire`) holds two for
 each, `values/{name}` and `scales/{name}`. Both ways are run on a library thread, on the host's
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=np.ndarray | Pieces)
 
 WIDE = ("float32", "bfloat16", "float16")
 FORMATS = (None, *WIDE, *SMALL)
-"""What `delta_dtype` may be. None is each parameter's own type."""
+"""What `delta_dtype` and `commit_dtype` may be. None is each parameter's own type."""
 
 PARTS = Small._fields
 _HELD = {"float8_e4m3fn": "float8_e4m3fn", "float4_e2m1fn": "uint8"}  # As arrays in a message.

@@ -231,9 +231,13 @@ def test_momentum_and_master_must_fit_the_values(tmp_path):
     del state.momentum["layers/0/scale"]
     with pytest.raises(UsageError, match="`layers/0/scale` is absent, wanted float32"):
         checkpoints.write(state, MemoryStore(), PREFIX, scratch=tmp_path)
-    state = state_of({"w": np.ones(2, np.float32)})
+    state = state_of({"w": np.ones(2, np.float64)})
     state.master["w"] = np.ones(2, np.float32)
     with pytest.raises(UsageError, match=r"`w` is float32\[2\], wanted absent"):
+        checkpoints.write(state, MemoryStore(), PREFIX, scratch=tmp_path)
+    state = state_of({"w": np.ones(2, np.float32)})
+    state.master["w"] = np.ones(3, np.float32)
+    with pytest.raises(UsageError, match=r"`w` is float32\[3\], wanted float32\[2\]"):
         checkpoints.write(state, MemoryStore(), PREFIX, scratch=tmp_path)
 
 

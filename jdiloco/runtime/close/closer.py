@@ -21,10 +21,12 @@ from jdiloco.algo.merges import (
 )
 from jdiloco.algo.sums import STACKED
 from jdiloco.errors import OutOfRange, UsageError
+from jdiloco.runtime import updates
 from jdiloco.runtime.backends import on_host
 from jdiloco.runtime.close import kernels
 from jdiloco.runtime.close.layout import ROW, Block, lay_out
 from jdiloco.runtime.close.received import Staging, Window, common_dtype, window
+from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.types import TensorSpec
 
 LIMITS = {"float32": 3.3e38, "bfloat16": 3.3e38, "float16": 65504.0}
@@ -54,13 +56,16 @@ class Closed:
 
     (A view that is still held is not changed; the next close then has to copy the fragment.)
 
-    `anchor` is in the parameters' dtypes, what is committed; `momentum` is fp32; `master` is fp32
-    and holds the bf16 and fp16 parameters only, since an fp32 anchor is its own master.
+    `anchor` is in the parameters' dtypes, what is committed; `momentum` is in `momentum_dtype`;
+    `master` is fp32 and holds what the anchor is rounded from (`Precision.masters`), since another
+    fp32 anchor is its own master. `update` holds what leads from the anchor before to this one, as
+    it is sent; it is empty where nothing would be narrowed.
     """
 
     anchor: dict[str, np.ndarray]
     momentum: dict[str, np.ndarray]
     master: dict[str, np.ndarray]
+    update: dict[str, np.ndarray]
     mean_cosine: float
 
 
@@ -68,10 +73,11 @@ class Closed:
 class _Held:
     """The arrays of a fragment: all tensors in rows, made by programs and donated to them."""
 
-    master: jax.Array  # fp32; for fp32 parameters the anchor.
+    master: jax.Array  # fp32; for fp32 parameters the anchor, unless it is among `sent`.
     momentum: jax.Array
     u: jax.Array  # Of the last round; its memory is what is kept.
     narrowed: dict[str, jax.Array]  # By dtype: the anchor of bf16 and fp16 parameters.
+    sent: Mapping[str, np.ndarray]  # The anchor of tensors that commits narrow, tensor by tensor.
     master_reach: float  # No element is further from zero than this, in either of the two.
     momentum_reach: float
 
@@ -83,9 +89,18 @@ class FragmentCloser:
     """
 
     def __init__(
-        self, specs: Sequence[TensorSpec], merge: Merge, *, outer_lr: float, outer_momentum: float
+        self,
+        specs: Sequence[TensorSpec],
+        merge: Merge,
+        *,
+        outer_lr: float,
+        outer_momentum: float,
+        precision: Precision = FULL,
     ) -> None:
         self._layout = lay_out(specs)
+        self._precision = precision
+        self._sent = {spec.name for spec in precision.narrowed(specs)}
+        self._masters = {spec.name for spec in precision.masters(specs)}
         self._staging = Staging(self._layout.block_rows)
         kernels_of = [merge.kernel(*spec.names) for spec in specs]
         # A merge of the user's own is put over u once the weighted mean is there.
@@ -93,7 +108,8 @@ class FragmentCloser:
         self._own = {i: k for i, k in enumerate(kernels_of) if k not in OUR_KERNELS}
         self._learning_rate = np.float64(outer_lr)
         self._beta = np.float64(outer_momentum)
-        self._narrowed = [d for d in ("bfloat16", "float16") if any(s.dtype == d for s in specs)]
+        others = {spec.dtype for spec in specs if spec.name not in self._sent}
+        self._narrowed = [dtype for dtype in ("bfloat16", "float16") if dtype in others]
         self._held: _Held | None = None
 
     def load(
@@ -104,23 +120,23 @@ class FragmentCloser:
     ) -> None:
         """Takes over a committed state, whatever was held before.
 
-        `values` are the committed anchors in the parameters' dtypes, `momentum` is fp32 (None:
-        zero), `master` fp32 for bf16 and fp16 parameters (None: the values, widened).
+        `values` are the committed anchors in the parameters' dtypes, `momentum` is in the run's
+        (None: zero), `master` fp32 for what has one (None: the values, widened).
         """
-        specs = self._layout.specs
         masters = {
             spec.name: values[spec.name]
-            if master is None or spec.dtype not in self._narrowed
+            if master is None or spec.name not in self._masters
             else master[spec.name]
-            for spec in specs
+            for spec in self._layout.specs
         }
         u = None if self._held is None else self._held.u
         with on_host(), jax.enable_x64(True):
             self._held = _Held(
                 self._whole(masters, "float32"),
-                self._whole(momentum or {}, "float32"),
+                self._whole(momentum or {}, self._precision.momentum_dtype),
                 self._whole({}, "float32") if u is None else u,
                 {dtype: self._whole(self._of(dtype, values), dtype) for dtype in self._narrowed},
+                {name: values[name].copy() for name in self._sent},
                 max(map(_reach, masters.values()), default=0.0),
                 max(map(_reach, (momentum or {}).values()), default=0.0),
             )
@@ -129,7 +145,7 @@ class FragmentCloser:
         """What is held now, as views; see `Closed`. A mean cosine of 1 stands in for none."""
         assert self._held is not None, "`load` comes before `state`"
         with on_host(), jax.enable_x64(True):
-            return self._closed(self._held, 1.0)
+            return self._closed(self._held, 1.0, {})
 
     def _of(self, dtype: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {s.name: tensors[s.name] for s in self._layout.specs if s.dtype == dtype}
@@ -171,6 +187,9 @@ class FragmentCloser:
         With Δ the merge: m ← β·m + Δ, Θ ← Θ − η·(Δ + β·m); in a final round Θ ← Θ − Δ and the
         momentum stays. Contributions come in canonical order, since their order shows in the
         last bit. One contribution under the weighted mean is Δ itself, bit for bit.
+
+        Where commits are narrow, the anchor moves by what an update can carry of Θ − anchor. A
+        final round commits Θ itself, without one: there may be no later round for the rest.
         """
         assert self._held is not None, "`load` comes before `close`"
         assert len(contributions) == len(weights) > 0
@@ -185,11 +204,35 @@ class FragmentCloser:
             self._merge_own(held, contributions, shares)
             scale = self._scale(shares @ norms, u_norms)
             self._step(held, scale, final)
-            closed = self._closed(held, self._cosine(coefficients * norms, u_norms))
+            cosine = self._cosine(coefficients * norms, u_norms)
+            masters = self._masters_of(held)
         longest = UNKNOWN if self._own else float(np.max(scale * u_norms, initial=0.0))
-        self._check_range(held, closed, longest, final)
+        self._check_range(held, longest, final)
+        update = self._send(held, masters, final)
+        with on_host(), jax.enable_x64(True):
+            closed = self._closed(held, cosine, update)
         self._held = held
         return closed
+
+    def _send(self, held: _Held, masters: Mapping[str, np.ndarray], final: bool) -> dict[str, Any]:
+        """Moves the anchor of what commits narrow, and returns the update that says so."""
+        if not self._sent:
+            return {}
+        if final:
+            specs = self._precision.narrowed(self._layout.specs)
+            held.sent = {spec.name: masters[spec.name].astype(spec.dtype) for spec in specs}
+            return {}
+        specs = self._layout.specs
+        sent, held.sent = updates.made(specs, self._precision, held.sent, masters)
+        return dict(sent)
+
+    def _masters_of(self, held: _Held) -> dict[str, np.ndarray]:
+        master = np.asarray(held.master)
+        return {
+            spec.name: self._layout.tensor(index, master)
+            for index, spec in enumerate(self._layout.specs)
+            if spec.name in self._masters
+        }
 
     def _merge_own(
         self, held: _Held, contributions: Sequence[Measured], shares: np.ndarray
@@ -293,18 +336,20 @@ class FragmentCloser:
             before, started = block, following
         finish(before, started)
 
-    def _closed(self, held: _Held, mean_cosine: float) -> Closed:
+    def _closed(self, held: _Held, mean_cosine: float, update: dict[str, np.ndarray]) -> Closed:
         wholes = {dtype: np.asarray(whole) for dtype, whole in held.narrowed.items()}
         master, momentum = np.asarray(held.master), np.asarray(held.momentum)
-        closed = Closed({}, {}, {}, mean_cosine)
+        closed = Closed({}, {}, self._masters_of(held), update, mean_cosine)
         for index, spec in enumerate(self._layout.specs):
             closed.momentum[spec.name] = self._layout.tensor(index, momentum)
-            closed.anchor[spec.name] = self._layout.tensor(index, wholes.get(spec.dtype, master))
-            if spec.dtype in wholes:
-                closed.master[spec.name] = self._layout.tensor(index, master)
+            whole = wholes.get(spec.dtype, master)
+            sent = held.sent.get(spec.name)
+            closed.anchor[spec.name] = self._layout.tensor(index, whole) if sent is None else sent
+        if update:  # What is not narrowed is in it too.
+            update |= {n: array for n, array in closed.anchor.items() if n not in self._sent}
         return closed
 
-    def _check_range(self, held: _Held, closed: Closed, longest: float, final: bool) -> None:
+    def _check_range(self, held: _Held, longest: float, final: bool) -> None:
         """Raises OutOfRange when an element is not finite; `longest` bounds the merged delta.
 
         No element moves further than the delta is long, so a bound is carried from round to round,
@@ -312,20 +357,24 @@ class FragmentCloser:
         """
         rate, beta = (1.0, 0.0) if final else (self._learning_rate, self._beta)
         if not final:
-            held.momentum_reach = float(beta * held.momentum_reach + longest)
+            rounding = 1 if self._precision.momentum_dtype == "float32" else 1 + 2**-8
+            held.momentum_reach = float(beta * held.momentum_reach + longest) * rounding
         held.master_reach += float(rate * (longest + beta * held.momentum_reach))
         limit = min((LIMITS[spec.dtype] for spec in self._layout.specs), default=np.inf)
         if held.master_reach <= limit and held.momentum_reach <= LIMITS["float32"]:
             return
-        for name, anchor in closed.anchor.items():
-            if not max(_reach(anchor), _reach(closed.momentum[name])) < np.inf:
+        master, momentum = np.asarray(held.master), np.asarray(held.momentum)
+        for index, spec in enumerate(self._layout.specs):
+            with np.errstate(over="ignore"):
+                value = self._layout.tensor(index, master).astype(spec.dtype, copy=False)
+            if not max(_reach(value), _reach(self._layout.tensor(index, momentum))) < np.inf:
                 raise OutOfRange(
-                    f"`{name}` left the range of {anchor.dtype.name} in this round. Hold the "
+                    f"`{spec.name}` left the range of {spec.dtype} in this round. Hold the "
                     "parameter in bfloat16 or float32, lower `outer_lr`, or look for a node that "
                     "diverges."
                 )
-        held.master_reach = _reach(np.asarray(held.master))
-        held.momentum_reach = _reach(np.asarray(held.momentum))
+        held.master_reach = _reach(master)
+        held.momentum_reach = _reach(momentum)
 
     def _cosine(self, lengths: np.ndarray, u_norms: np.ndarray) -> float:
         """Mean cosine over all pairs of contributions, and over tensors by their size.

@@ -192,6 +192,10 @@ class Walk:
                 yield f"`{part}` is {'missing' if payload is None else 'named by a void round'}"
             elif payload is not None:
                 yield from self._payload(record, part, payload)
+        if record.update is not None:
+            if record.void:
+                yield "`update` is named by a void round"
+            yield from self._payload(record, "update", record.update)
         if not record.void and (record.build is None or record.cosine is None):
             yield "it does not say on which build it was closed, or the cosine of its deltas"
 

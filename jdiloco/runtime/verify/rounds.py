@@ -29,8 +29,8 @@ from jdiloco.runtime.verify.reading import Reader, Rule, never
 from jdiloco.store.base import Buffer
 from jdiloco.store.signed import signer_of
 
-TOLERANCE = 1e-6
-"""Of a tensor's length: how far two builds may be apart."""
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2.0**-8}
+"""Of a tensor's length: how far two builds may be apart, in the type that it is kept in."""
 
 GONE = "its inputs are gone"
 """Why a round of long ago is not recomputed."""
@@ -247,16 +247,26 @@ class Rounds:
 
     def _check_payloads(self, record: RoundRecord) -> None:
         """Reads what the round committed, and goes on from it where that is of use."""
-        assert record.anchor is not None
-        assert record.outer is not None
-        anchor, outer = (self._payload(record, p) for p in (record.anchor, record.outer))
+        anchor, outer = self._values(record)
+        if record.update is not None:
+            self._payload(record, record.update, "Learners read the whole anchor in its place.")
         if anchor is None or outer is None or not self.wants(record.fragment, record.round):
             return
         version = self._version(record, anchor, outer)
         if version is not None:
             self.load(record.fragment, record.round, version)
 
-    def _payload(self, record: RoundRecord, payload: Payload) -> Buffer | None:
+    def _values(self, record: RoundRecord) -> tuple[Buffer | None, Buffer | None]:
+        """Anchor and outer state of a round that is not void."""
+        assert record.anchor is not None
+        assert record.outer is not None
+        means = self._means(record)
+        return (
+            self._payload(record, record.anchor, means),
+            self._payload(record, record.outer, means),
+        )
+
+    def _payload(self, record: RoundRecord, payload: Payload, means: str) -> Buffer | None:
         """The message that a record names, without compression."""
 
         def rule(walk: Walk) -> bool:
@@ -264,7 +274,6 @@ class Rounds:
 
         if not self._reader.listed(payload.key) and not rule(self._walk):
             return None
-        means = self._means(record)
         data = self._reader.get(payload.key, rule, means)
         if data is None:
             return None
@@ -289,9 +298,9 @@ class Rounds:
     def _version(self, record: RoundRecord, anchor: Buffer, outer: Buffer) -> Version | None:
         specs = self._settings.schema.fragment(record.fragment)
         try:
-            return Version(
-                payloads.decode_anchor(anchor, specs), *payloads.decode_outer(outer, specs)
-            )
+            values = payloads.decode_anchor(anchor, specs)
+            precision = self._settings.schema.precision
+            return Version(values, *payloads.decode_outer(outer, specs, precision))
         except FormatError as error:
             self._reader.wrong(
                 self._reader.keys.record(record.round),
@@ -341,11 +350,14 @@ class Rounds:
             "anchor": payloads.encode_anchor(closed.anchor),
             "outer": payloads.encode_outer(closed.momentum, closed.master),
         }
-        named = {"anchor": record.anchor, "outer": record.outer}
+        if closed.update:
+            made["update"] = payloads.encode_update(closed.update)
+        digests = {part: messages.digest(buffers) for part, buffers in made.items()}
+        named = {"anchor": record.anchor, "outer": record.outer, "update": record.update}
         wrong = [
             part
-            for part, buffers in made.items()
-            if (payload := named[part]) is None or messages.digest(buffers) != payload.sha256
+            for part, payload in named.items()
+            if digests.get(part) != (None if payload is None else payload.sha256)
         ]
         if closed.mean_cosine != record.cosine:
             wrong.append("cosine")
@@ -361,9 +373,7 @@ class Rounds:
     def _about_equal(self, record: RoundRecord, closed: Closed) -> str:
         made = Version(*map(_copied, (closed.anchor, closed.momentum, closed.master)))
         del closed  # Its views would make the next close copy.
-        assert record.anchor is not None
-        assert record.outer is not None
-        anchor, outer = (self._payload(record, p) for p in (record.anchor, record.outer))
+        anchor, outer = self._values(record)
         if anchor is None or outer is None:
             raise Unusable("it was closed on another build, and what it committed is gone")
         version = self._version(record, anchor, outer)
@@ -391,6 +401,7 @@ class Rounds:
                 settings.merge,
                 outer_lr=settings.outer_lr,
                 outer_momentum=settings.outer_momentum,
+                precision=settings.schema.precision,
             )
         return self._closers[fragment]
 
@@ -442,7 +453,7 @@ def _far_apart(ours: Version, theirs: Version) -> list[str]:
         f"the {kind} of `{name}` by {apart:.1e}"
         for kind, mine, other in pairs
         for name, array in other.items()
-        if (apart := _apart(mine[name], array)) > TOLERANCE
+        if (apart := _apart(mine[name], array)) > TOLERANCE[array.dtype.name]
     ]
 
 

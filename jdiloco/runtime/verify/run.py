@@ -279,12 +279,7 @@ class _Verification:
                 reader.wrong(key, what, "It counts all the same: nobody reads it.")
         self._remark_on(stock.of("creating"), "left behind by a node that wanted to create the run")
         self._remark_on(stock.of("foreign"), "nothing of this run")
-        named = {
-            payload.key
-            for kept in self._kept.values()
-            for payload in (kept.record.anchor, kept.record.outer)
-            if payload is not None
-        }
+        named = {payload.key for kept in self._kept.values() for payload in kept.record.payloads}
         unread = {round for round, (how, _) in self._marks.items() if how == "unread"}
         settled = [(r, key) for r, key in stock.payloads if r < self._walk.round]
         strays = [key for r, key in settled if key not in named and r not in unread]

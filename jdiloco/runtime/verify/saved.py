@@ -35,7 +35,7 @@ class Saved:
             if not self._fetch(checkpoint, root, walk):
                 return {}
             try:
-                state = checkpoints.restore(root, self._schema.tensors)
+                state = checkpoints.restore(root, self._schema.tensors, self._schema.precision)
             except FormatError as error:
                 self._wrong(checkpoint, walk, f"cannot be restored: {error}")
                 return {}
