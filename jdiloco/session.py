@@ -135,7 +135,8 @@ class Session:
         the last learner it has met.
 
     Raises RunConfigMismatch, SchemaMismatch, RunKeyMismatch, NodeIdInUse, StoreIgnoresConditions or
-    StoreUnavailable when entered; NodeSuperseded or RunReplaced from `step`.
+    StoreUnavailable when entered; NodeSuperseded or RunReplaced from `step`, and
+    StoreIgnoresConditions where a record of the run was found to have been replaced.
     """
 
     def __init__(

@@ -100,6 +100,7 @@ class Merged(Event):
     cosine: float = 1.0
     error: str = ""
     culprit: ContributionKey | None = None
+    replaced: bool = False  # The record to compare is another than this node has read.
 
     @property
     def payloads(self) -> tuple[Payload, ...]:
@@ -237,6 +238,7 @@ class Merge(Effect):
     contributions: tuple[ContributionKey, ...]
     weights: tuple[float, ...]
     final: bool  # Every participant is leaving: no outer learning rate, no momentum.
+    compare: str | None = None  # First: what the record of the round before must hash to.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

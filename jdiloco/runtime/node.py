@@ -56,7 +56,7 @@ from jdiloco.runtime.held import Held
 from jdiloco.runtime.news import Commit, Followed, Halt, Paused, Resumed, ToLearner, Values, Woken
 from jdiloco.runtime.payloads import Library, read_anchor
 from jdiloco.runtime.place import Place, PodHead
-from jdiloco.runtime.rounds import RoundCloser
+from jdiloco.runtime.rounds import Replaced, RoundCloser
 from jdiloco.runtime.times import BLOCKING, Busy
 from jdiloco.runtime.workers import Worker
 from jdiloco.store.base import Buffer, small_requests
@@ -433,6 +433,8 @@ class Node:
         def request() -> fx.Event:
             try:
                 return merged(*self._closer.merge(effect, checkpoint))
+            except Replaced:
+                return merged(replaced=True)
             except OutOfRange as error:
                 self.emit(events.Warned(node=self.place.life.node, message=str(error)))
                 return merged(culprit=self._closer.furthest(effect))

@@ -21,6 +21,7 @@ from jdiloco.protocol.records import (
     Incarnation,
     Payload,
     RoundRecord,
+    sha256,
     unseal,
 )
 from jdiloco.runtime import contributions, messages, payloads, wire
@@ -43,6 +44,10 @@ class Accepted:
     head: ContributionHead
     weight: float
     sha256: str
+
+
+class Replaced(Exception):
+    """The mailbox holds another record than the one that this node goes on from."""
 
 
 class RoundCloser:
@@ -134,7 +139,12 @@ class RoundCloser:
     def merge(
         self, request: fx.Merge, checkpoint: Checkpoint
     ) -> tuple[Payload, Payload, Payload | None, float]:
-        """Takes the outer step and uploads anchor, outer state and, where there is one, update."""
+        """Takes the outer step and uploads anchor, outer state and, where there is one, update.
+
+        Raises Replaced.
+        """
+        if request.compare is not None:
+            self._check_record(request.round - 1, request.compare)
         index = request.fragment
         self._load(index, request.base, checkpoint)
         self._loaded.pop(index)  # Until it is known whose record this round has.
@@ -162,6 +172,13 @@ class RoundCloser:
         if part == "update":
             return payloads.encode_update(closed.update, compression=compression)
         return payloads.encode_outer(closed.momentum, closed.master, compression=compression)
+
+    def _check_record(self, round: int, digest: str) -> None:
+        key = self._keys.record(round)
+        if (data := self._store.get(key)) is None:
+            raise FormatError(f"{key!r} is not in {self._store.url} any more. It was removed.")
+        if sha256(data) != digest:
+            raise Replaced
 
     def furthest(self, request: fx.Merge) -> ContributionKey:
         """The longest of the contributions, of equals the first."""

@@ -27,8 +27,10 @@ Turned down
 
 Caveats
     A store that ignores the condition looks healthy until two writers meet; a session therefore
-    creates its first key twice, and `jdiloco doctor` tries more. Listings may lag over NFS
-    (`folder`). Whoever may write into a folder or bucket can also delete there, key or no key.
+    creates its first key twice, and `jdiloco doctor` tries more. One that ignores it only under a
+    race is found out when a closer, once a cycle, compares the record it goes on from. Listings may
+    lag over NFS (`folder`). Whoever may write into a folder or bucket can also delete there, key
+    or no key.
 
 Tested
     `tests/store`: the conformance suite for each store, with threads, processes and killed

@@ -27,6 +27,7 @@ from jdiloco.protocol.records import (
     RoundRecord,
     Timing,
     seal,
+    sha256,
     unseal,
 )
 from jdiloco.protocol.rules import Life, Rules
@@ -271,6 +272,29 @@ def test_a_failed_merge_is_tried_again_under_another_name():
     names = [effect.write_id for _, effect in world.asked if isinstance(effect, fx.Merge)]
     assert len(names) >= 3
     assert len(set(names)) == len(names)
+
+
+def test_a_closer_compares_what_it_goes_on_from_once_a_cycle_and_stops_when_it_was_replaced():
+    """A store that ignores the condition under a race alone lets two nodes write one record."""
+    written: list[bytes] = []
+
+    def answer(effect: fx.Effect, now: float) -> fx.Event | None:
+        match effect:
+            case fx.WriteRecord(round, data):
+                written.append(data)
+                return fx.RecordSent(now, round, True)
+            case fx.Merge(round=4):
+                return fx.Merged(now, effect.round, effect.attempt, replaced=True)
+        return merge_works(effect, now)
+
+    names = (reported(f"n{round}", round) for round in range(6))
+    world = World(start(), listing(*names, but=answer))
+    world.run(10.0)
+    compared = [effect.compare for _, effect in world.asked if isinstance(effect, fx.Merge)]
+    assert compared == [None, None, sha256(written[1]), None, sha256(written[3])]
+    (error,) = world.stopped
+    assert isinstance(error, errors.StoreIgnoresConditions)
+    assert "record of round 3" in str(error)
 
 
 def test_a_merge_that_keeps_failing_is_tried_ever_later_though_listings_succeed():

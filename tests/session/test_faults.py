@@ -7,13 +7,15 @@ import time
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from jdiloco import events
 from jdiloco.algo.merges import weighted_mean
-from jdiloco.errors import ClosingFailed
+from jdiloco.errors import ClosingFailed, StoreIgnoresConditions
 from jdiloco.protocol.keys import ContributionKey
+from jdiloco.protocol.records import seal
 from jdiloco.session import load
 from jdiloco.testing.faults import FAIL, LOSE_ANSWER, Call, FaultyStore
 
@@ -65,6 +67,20 @@ def test_training_goes_on_through_an_outage_and_says_so():
     assert len(seen.of(events.Degraded)) == len(seen.of(events.Recovered)) == 1
     (left,) = seen.of(events.Left)
     assert adds_up(left)
+
+
+def test_a_node_stops_on_a_store_that_has_let_another_node_replace_a_record():
+    """Its own write was confirmed, and what lies there now is somebody else's."""
+    store, seen = memory(), Recorder()
+    settings = algorithm(sync_every=2, overlap_steps=0)
+    with session(vector(1.0), settings, store, callbacks=(seen,)) as s:
+        params = step_until(s, s.params, lambda: len(seen.of(events.Committed)) >= 2)
+        newest = records(store)[-1]
+        key = run_keys(store).record(newest.round)
+        store.delete([key])
+        store.create(key, seal(key, msgspec.structs.replace(newest, write_id="other.0001.0001")))
+        with pytest.raises(StoreIgnoresConditions, match=r"another than this node .*doctor"):
+            step_until(s, params, lambda: False)
 
 
 def step_until(s, params, true, seconds: float = 30.0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jdiloco import events
-from jdiloco.errors import FormatError
+from jdiloco.errors import FormatError, StoreIgnoresConditions
 from jdiloco.protocol import chain as chains
 from jdiloco.protocol import closing as closings
 from jdiloco.protocol import effects as fx
@@ -117,8 +117,18 @@ def _merge(turn: Turn) -> None:
             contributions=tuple(report.key for report in closing.merging),
             weights=tuple(report.weight for report in closing.merging),
             final=all(report.key.final for report in closing.merging),
+            compare=_compared(state),
         )
     )
+
+
+def _compared(state: MemberState) -> str | None:
+    """Once a cycle a closer looks whether the store still holds what it goes on from.
+
+    A store that ignores the condition only under a race looks healthy until then.
+    """
+    round = state.chain.round
+    return state.chain.tip if round and round % state.rules.fragments == 0 else None
 
 
 def on_merged(turn: Turn, event: fx.Merged) -> None:
@@ -128,6 +138,16 @@ def on_merged(turn: Turn, event: fx.Merged) -> None:
         keys = tuple(payload.key for payload in event.payloads)
         if keys:  # Somebody else's record was read meanwhile.
             turn.add(fx.Delete(keys))
+        return
+    if event.replaced:
+        turn.stop(
+            StoreIgnoresConditions(
+                f"The record of round {event.round - 1} in the mailbox is another than this node "
+                "has read, and a record never changes: two nodes wrote it, and both were told that "
+                "theirs is there. What was trained since is lost to the run. Try the store with "
+                "`jdiloco doctor`, and go on with a new run in another."
+            )
+        )
         return
     if event.culprit is not None:
         refused = closings.merge_failed(closings.refused(closing, event.culprit))

@@ -83,6 +83,10 @@ def write_checkpoint(mailbox: Mailbox, prefix: str, state: list[Values], round: 
     return Checkpoint(round, versions, prefix, tuple(files))
 
 
+class Replaced(Exception):
+    """The store holds another record than this node goes on from."""
+
+
 class Closer:
     """What one node holds of the versions it closes."""
 
@@ -115,7 +119,13 @@ class Closer:
         return delta.head, values.weight(delta.head), digest
 
     def merge(self, request: fx.Merge, checkpoint: Checkpoint) -> Asking:
-        """Returns the payloads, uploaded, and the cosine."""
+        """Returns the payloads, uploaded, and the cosine. Raises Replaced."""
+        if request.compare is not None:
+            key = self._keys.record(request.round - 1)
+            if (found := (yield self._mailbox.get(key))) is None:
+                raise KeyError(key)
+            if sha256(found) != request.compare:
+                raise Replaced
         stuck = self._process.world.now >= self._plan.stuck
         yield Sleep(NEVER if stuck else self._plan.merge_seconds)
         base = yield from self._load(request.fragment, request.base, checkpoint)

@@ -23,6 +23,7 @@ from jdiloco.runtime.contributions import Rejection
 from jdiloco.testing.simulate.closer import (
     Asking,
     Closer,
+    Replaced,
     create_owned,
     read_value,
     write_checkpoint,
@@ -288,14 +289,14 @@ class Control:
 
         def job() -> Asking:
             made: tuple = ()
-            error = ""
+            failed: dict[str, Any] = {}
             try:
                 made = yield from self._closer.merge(effect, checkpoint)
             except (StoreUnavailable, FormatError, KeyError) as failure:
-                error = repr(failure)
-            self._answer(
-                lambda now: fx.Merged(now, effect.round, effect.attempt, *made, error=error)
-            )
+                failed = {"error": repr(failure)}
+            except Replaced:
+                failed = {"replaced": True}
+            self._answer(lambda now: fx.Merged(now, effect.round, effect.attempt, *made, **failed))
 
         self._close.submit(job())
 
