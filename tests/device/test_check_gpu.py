@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jdiloco.runtime.backends import CPU
-from tests.device import check_gpu
+from jdiloco.runtime.backends import CPU, host_device
+from tests.device import agreement, check_gpu, tables
+from tests.device.place import Failed, Place
 
 ROOT = Path(__file__).parents[2]
 HERE = ["--platform", "cpu", "--scale", "small"]
@@ -45,29 +46,29 @@ def test_a_node_with_pinned_anchors_commits_what_the_host_computes(capsys):
 
 
 def test_anchors_that_are_not_in_pinned_memory_are_noticed(capsys, monkeypatch):
-    monkeypatch.setattr(check_gpu.Place, "backend", CPU)
+    monkeypatch.setattr(Place, "backend", CPU)
     assert check_gpu.main([*HERE, "--only", "session"]) == 1
     assert "FAILED: anchors are in {'device'}" in capsys.readouterr().out
 
 
 def test_a_result_that_is_not_the_tables_is_noticed(capsys, monkeypatch):
     wrong = ([(1, 0), (0, 1)], (4, 1), (0.8, 0.2), (0.970, 0.230))
-    monkeypatch.setattr(check_gpu, "SMALL", [wrong])
+    monkeypatch.setattr(tables, "SMALL", [wrong])
     assert check_gpu.main([*HERE, "--only", "tables"]) == 1
     assert "FAILED: Rda(direct_pattern='embed') of [(1, 0), (0, 1)]" in capsys.readouterr().out
 
 
 def test_a_device_that_computes_otherwise_is_noticed(capsys, monkeypatch):
     """As with norms in bf16 or tf32: an error of 1e-3 is a thousand times the limit."""
-    plain, host = check_gpu.Case.run, check_gpu.host_device()
+    plain, host = agreement.Case.run, host_device()
 
     def rounded(case, device):
         found = plain(case, host)
         return found if device == host else {name: x * 1.001 for name, x in found.items()}
 
-    monkeypatch.setattr(check_gpu.Case, "run", rounded)
-    with pytest.raises(check_gpu.Failed, match=r"000\.\d\d of the limit from the host's CPU"):
-        list(check_gpu.agreement(check_gpu.Place("elsewhere", host, small=True)))
+    monkeypatch.setattr(agreement.Case, "run", rounded)
+    with pytest.raises(Failed, match=r"000\.\d\d of the limit from the host's CPU"):
+        list(agreement.agreement(Place("elsewhere", host, small=True)))
 
 
 @pytest.mark.long
