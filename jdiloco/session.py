@@ -436,9 +436,9 @@ class Session:
 
     def _manifests(self, store: Store, scratch: Path) -> list[str]:
         """What is called a manifest in the mailbox. Raises RunKeyMismatch."""
-        outside = Performer(
-            unsigned(store), self._clock, scratch=scratch, check_stop=self._check_joining
-        )
+        seconds = self.algorithm.rules().small_seconds
+        behind = small_requests(unsigned(store), seconds)
+        outside = Performer(behind, self._clock, scratch=scratch, check_stop=self._check_joining)
         found = outside.run(joining.list_manifests())
         refuse_other_key(store, found)
         return found
