@@ -16,6 +16,7 @@ NAMES = {
     "beat": "beats of nodes that are gone, or that newer beats replaced",
     "payload": "payloads that lost their round, or that checkpoints cover",
     "checkpoint": "files of run checkpoints that newer ones replaced",
+    "forged": "objects that were not made with the run's key",
 }
 
 

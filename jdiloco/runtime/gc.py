@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jdiloco.errors import FormatError
 from jdiloco.protocol import garbage
+from jdiloco.protocol.keys import CREATING
 from jdiloco.protocol.records import Manifest
 from jdiloco.protocol.rules import Rules
 from jdiloco.runtime.clock import Clock
@@ -18,6 +19,7 @@ from jdiloco.runtime.joining import BULK_WAITS, Performer
 from jdiloco.runtime.payloads import patient
 from jdiloco.runtime.run_key import open_mailbox
 from jdiloco.store.base import Store
+from jdiloco.store.signed import strangers, unsigned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ def collect(
 ) -> Collected:
     """Removes what no node needs and no living node will remove: `jdiloco.protocol.garbage`.
 
+    In a run that has a key, also what lies among its objects under a name that was not made with
+    the key.
+
     Arguments:
       key_file: the file that holds the run's key; None looks in the environment
         (`jdiloco.runtime.run_key`).
@@ -70,8 +75,14 @@ def collect(
         look = garbage.look_through(manifest, data, rules_of(manifest), once=once)
         doomed = performer.run(look)
         sizes = {entry.key: entry.size for entry in reading.list("")}
+        among = (*strangers(reading, f"{manifest.run}/"), *strangers(reading, CREATING))
+        forged = {entry.key: entry.size for entry in among}
         if not dry_run:
             performer.run(garbage.remove(doomed))
+            outside = Performer(unsigned(store), clock, scratch=Path(scratch))
+            outside.run(garbage.remove({"forged": tuple(forged)}))
+    sizes |= forged
+    doomed |= {"forged": tuple(forged)}
     there = {kind: [key for key in keys if key in sizes] for kind, keys in doomed.items()}
     return Collected(
         url=store.url,

@@ -132,6 +132,11 @@ class SignedStore:
                 rows.append(Entry(key, entry.size))
         return sorted(rows)
 
+    def strangers(self, prefix: str) -> builtins.list[Entry]:
+        """Objects whose names begin so and were not made with the key; not told."""
+        listed = self.inner.list(prefix)
+        return [entry for entry in listed if self._key.read_name(entry.key) is None]
+
     def delete(self, keys: Iterable[str]) -> None:
         """See `Store.delete`."""
         self.inner.delete([self._key.name(key) for key in keys])
@@ -167,6 +172,11 @@ def forged_names(store: Store) -> list[str]:
     if not isinstance(store, SignedStore):
         return []
     return sorted(name for name, because in store.forged.found.items() if because == NAME)
+
+
+def strangers(store: Store, prefix: str) -> list[Entry]:
+    """What is called so and was not made with the run's key, by name; none without a key."""
+    return store.strangers(prefix) if isinstance(store, SignedStore) else []
 
 
 def unsigned(store: Store) -> Store:

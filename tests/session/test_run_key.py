@@ -267,6 +267,13 @@ def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, t
         capsys.readouterr()[0].split()
     )
 
+    attacked_box = FolderStore(str(tmp_path / "attacked"))
+    made = collect(attacked_box, once=True, key_file=key_file)
+    assert made.found["forged"][0] > 10
+    left = verify(attacked_box, key_file=key_file)
+    assert all(finding.key.startswith(MANIFEST) for finding in left.findings)
+    assert left.count("recomputed") == report.count("recomputed") > 0
+
 
 def test_without_a_key_the_same_attack_stops_a_run(tmp_path):
     """Or the test before would show nothing."""

@@ -82,6 +82,7 @@ def verify(
         return _Verification(reader, manifest, data, settings, Path(scratch)).report()
 
 
+STRANGER = "Nodes take no notice of it. `jdiloco gc` removes it, unless it is called a manifest."
 LOST = (
     "No node can join or come back; those that are in the run stop once they look for it. Every "
     "run checkpoint but the first holds a copy of it, as the `manifest` of its item `run`."
@@ -329,7 +330,7 @@ class _Verification:
         mine = (MANIFEST, CREATING, f"{self._keys.run}/")
         for name in forged_names(self._reader.store):
             if name.startswith(mine):
-                self._reader.wrong(name, NAME, "Nodes take no notice of it: remove it by hand.")
+                self._reader.wrong(name, NAME, STRANGER)
 
     def _stretches(self, count: int) -> tuple[Stretch, ...]:
         found: list[Stretch] = []
