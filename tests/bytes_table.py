@@ -8,6 +8,7 @@ and what it commits, is encoded as nodes encode it. `docs/costs.md` shows the ta
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import time
 import typing
@@ -24,6 +25,7 @@ from jdiloco.nnx import ModuleHolder
 from jdiloco.protocol.records import ContributionHead, Ledger
 from jdiloco.runtime import contributions, messages, payloads, wire
 from jdiloco.runtime.close import Closed, FragmentCloser
+from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.store.base import Buffer
 from jdiloco.types import Counters, TensorSpec
 
@@ -44,8 +46,26 @@ def text() -> np.ndarray:
     return np.frombuffer("".join(sources).encode(), np.uint8)
 
 
-def trained() -> tuple[list[TensorSpec], Tensors, Closed]:
-    """The tensors, what a learner sends in the last round, and what that commits; in float32."""
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """The last round: what it began from, what learners sent, and what that commits; in float32."""
+
+    specs: list[TensorSpec]
+    anchor: Tensors
+    momentum: Tensors
+    deltas: list[dict[str, np.ndarray]]
+
+    def closed(self, precision: Precision) -> Closed:
+        """As a run with these settings closes it."""
+        closer = FragmentCloser(
+            self.specs, Rda(), outer_lr=0.7, outer_momentum=0.9, precision=precision
+        )
+        closer.load(self.anchor, self.momentum, None)
+        return closer.close([closer.measure(delta) for delta in self.deltas], [1.0] * LEARNERS)
+
+
+def trained() -> Round:
+    """Trains, and returns the last round."""
     rng, corpus = np.random.default_rng(0), text()
     models = [
         ByteTransformer(rngs=nnx.Rngs(0), context=CONTEXT, width=64, heads=4)
@@ -54,9 +74,10 @@ def trained() -> tuple[list[TensorSpec], Tensors, Closed]:
     optimizers = [inner_optimizer(model, ROUNDS * STEPS, 3e-3) for model in models]
     holders = [ModuleHolder(model) for model in models]
     specs = list(holders[0].specs)
-    anchor, deltas = values_of(holders[0], specs), [{}]
-    closer = FragmentCloser(specs, Rda(), outer_lr=0.7, outer_momentum=0.9)
-    closer.load(anchor, None, None)
+    anchor = values_of(holders[0], specs)
+    last = found = Round(
+        specs, anchor, {spec.name: np.zeros(spec.shape, "f") for spec in specs}, []
+    )
     for _ in range(ROUNDS):
         for model, optimizer in zip(models, optimizers, strict=True):
             for _ in range(STEPS):
@@ -65,11 +86,14 @@ def trained() -> tuple[list[TensorSpec], Tensors, Closed]:
                 train_step(model, optimizer, jnp.asarray(rows, np.int32))
         ends = [values_of(holder, specs) for holder in holders]
         deltas = [{name: anchor[name] - end[name] for name in end} for end in ends]
-        closed = closer.close([closer.measure(delta) for delta in deltas], [1.0] * LEARNERS)
+        found = dataclasses.replace(found, anchor=anchor, deltas=deltas)
+        closed = found.closed(FULL)
         anchor = {name: array.copy() for name, array in closed.anchor.items()}
+        momentum = {name: array.copy() for name, array in closed.momentum.items()}
+        last, found = found, dataclasses.replace(found, momentum=momentum)
         for holder in holders:
             holder.put(None, {name: jnp.array(array) for name, array in anchor.items()})
-    return specs, deltas[0], closer.state()
+    return last
 
 
 def values_of(holder: ModuleHolder, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
@@ -81,8 +105,11 @@ def narrow(tensors: Tensors) -> dict[str, np.ndarray]:
     return {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}
 
 
-def encodings(delta: Tensors, closed: Closed) -> dict[str, Encode]:
+def encodings(round: Round) -> dict[str, Encode]:
     """Everything that nodes send in bulk: what it is, and how it is encoded."""
+    delta, closed = round.deltas[0], round.closed(FULL)
+    narrow_commits = round.closed(Precision("float8_e4m3fn", "float32"))
+    narrow_momentum = round.closed(Precision("float8_e4m3fn", "bfloat16"))
 
     def contribution(dtype: str) -> Encode:
         host = {n: a.astype(wire.subtracted_as(dtype) or dtype) for n, a in delta.items()}
@@ -92,16 +119,25 @@ def encodings(delta: Tensors, closed: Closed) -> dict[str, Encode]:
     def anchor(values: Tensors) -> Encode:
         return lambda how: payloads.encode_anchor(values, compression=how)
 
-    def outer(master: Tensors) -> Encode:
-        return lambda how: payloads.encode_outer(closed.momentum, master, compression=how)
+    def update(dtype: str) -> Encode:
+        made = round.closed(Precision(dtype, "float32")).update
+        return lambda how: payloads.encode_update(made, compression=how)
+
+    def outer(momentum: Tensors, master: Tensors) -> Encode:
+        return lambda how: payloads.encode_outer(momentum, master, compression=how)
 
     found = {f"contribution, `delta_dtype` {d}": contribution(d) for d in wire.FORMATS if d}
     return {
         **found,
         "commit, float32 parameters": anchor(closed.anchor),
         "commit, bfloat16 parameters": anchor(narrow(closed.anchor)),
-        "outer state, float32 parameters": outer({}),
-        "outer state, bfloat16 parameters": outer(closed.anchor),
+        **{f"update, `commit_dtype` {d}": update(d) for d in wire.FORMATS[2:] if d},
+        "outer state, float32 parameters": outer(closed.momentum, {}),
+        "outer state, bfloat16 parameters": outer(closed.momentum, closed.anchor),
+        "outer state, any `commit_dtype`": outer(narrow_commits.momentum, narrow_commits.master),
+        "the same, `momentum_dtype` bfloat16": outer(
+            narrow_momentum.momentum, narrow_momentum.master
+        ),
     }
 
 
@@ -111,11 +147,11 @@ def bytes_of(buffers: Sequence[Buffer]) -> int:
 
 def rows() -> dict[str, tuple[float, float]]:
     """Bytes per parameter and round, plain and compressed."""
-    specs, delta, closed = trained()
-    parameters = sum(spec.size for spec in specs)
+    round = trained()
+    parameters = sum(spec.size for spec in round.specs)
     return {
         what: (bytes_of(encode(None)) / parameters, bytes_of(encode("zstd")) / parameters)
-        for what, encode in encodings(delta, closed).items()
+        for what, encode in encodings(round).items()
     }
 
 
