@@ -76,8 +76,9 @@ def committed(store: MemoryStore) -> list[tuple]:
     """What rounds made of what: by content, without keys, times and run id."""
 
     def said(record: RoundRecord) -> tuple:
-        made = [(p.size, p.sha256) for p in (record.anchor, record.outer) if p is not None]
-        return (record.round, record.version, record.cosine, *made)
+        made = (record.anchor, record.outer, record.update)
+        named = [p and (p.size, p.sha256) for p in made]
+        return (record.round, record.version, record.cosine, *named)
 
     return [said(record) for record in records(store)]
 
@@ -90,11 +91,12 @@ def compressed(store: MemoryStore, kind: str) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("delta_dtype", [None, "float8_e4m3fn"])
-def test_the_same_bytes_are_committed_whoever_compresses(delta_dtype):
+@pytest.mark.parametrize(
+    "settings", [{}, {"delta_dtype": "float8_e4m3fn", "commit_dtype": "float8_e4m3fn"}]
+)
+def test_the_same_bytes_are_committed_whoever_compresses(settings):
     plain, mixed, packed = (
-        run_of(*who, delta_dtype=delta_dtype)
-        for who in ((None, None), (None, "zstd"), ("zstd", "zstd"))
+        run_of(*who, **settings) for who in ((None, None), (None, "zstd"), ("zstd", "zstd"))
     )
     assert len(records(plain)) == ROUNDS
     assert committed(plain) == committed(mixed) == committed(packed)
