@@ -2,12 +2,15 @@
 
     clock          the one door to time and fresh names
     algorithm      the settings of a run, as a user writes them
+    precision      in how many bits commits are sent and kept
     schema         the tensors of a model and the fragment plan
     parameters     where a user's tensors are, by name
     backends       what depends on the kind of device: where anchors live, how deltas leave
     messages       safetensors, read without believing a header
     contributions  a delta as an object, and the checks it must pass
     payloads       what a round committed, as objects
+    updates        from one version's anchor to the next one's, in few bits
+    held           what a learner holds, from which an update leads on
     trees          trees of arrays in files that Orbax restores
     checkpoints    run checkpoints, by Orbax
     close          the arithmetic of closing a round
