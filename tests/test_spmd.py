@@ -17,6 +17,7 @@ import pytest
 
 import jdiloco
 from jdiloco import spmd
+from jdiloco.algo.wire import narrows
 from jdiloco.errors import UsageError
 from jdiloco.protocol.schedule import fragment_of
 from jdiloco.runtime.schema import Schema
@@ -100,6 +101,17 @@ def sent(algorithm, anchor, params, dtype):
     return oracle.on_wire(delta, algorithm.delta_dtype)
 
 
+KEPT = {"float32": "float64", "bfloat16": "bfloat16"}  # The oracle has no reason to round to fp32.
+
+
+def committed(algorithm, anchor, master):
+    """The next anchor, of a parameter that has more bits than a commit or not."""
+    if not narrows(algorithm.commit_dtype, anchor.dtype.name):
+        return oracle.narrow(master, anchor.dtype)
+    update = oracle.on_wire(master - oracle.widen(anchor), algorithm.commit_dtype)
+    return oracle.rebuilt(anchor, update)
+
+
 def by_oracle(algorithm, dtype):
     params = initial(dtype)
     plan = Schema.of(jdiloco.algo.specs(params), algorithm).plan
@@ -129,8 +141,9 @@ def by_oracle(algorithm, dtype):
                 merged,
                 outer_lr=algorithm.outer_lr,
                 outer_momentum=algorithm.outer_momentum,
+                momentum_dtype=KEPT[algorithm.momentum_dtype],
             )
-            params[name] = oracle.narrow(masters[name], DTYPES[dtype])
+            params[name] = committed(algorithm, params[name], masters[name])
             for mine in theirs:
                 mine[name] = params[name]
         trained[:, index] = 0
@@ -162,6 +175,27 @@ def test_deltas_in_a_small_format_give_the_same_numbers_everywhere(wire):
     for found in (by_spmd(algorithm, "float32"), by_nodes(algorithm, "float32")):
         for name in SHAPES:
             assert distance(found[name], want[name]) <= 2e-6, name
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"),
+    [
+        ("bfloat16", "float32"),
+        ("float8_e4m3fn", "float32"),
+        ("float8_e4m3fn", "bfloat16"),
+        ("float4_e2m1fn", "float32"),
+    ],
+)
+def test_narrow_commits_give_the_same_numbers_everywhere(wire, dtype):
+    """With momentum that rests in bfloat16 too."""
+    algorithm = lock_step(
+        LEARNERS, fragments=3, sync_every=6, in_flight=1, commit_dtype=wire,
+        momentum_dtype="bfloat16",
+    )  # fmt: skip
+    want = by_oracle(algorithm, dtype)
+    for found in (by_spmd(algorithm, dtype), by_nodes(algorithm, dtype)):
+        for name in SHAPES:
+            assert distance(found[name], want[name]) <= 1e-6, name
 
 
 def test_one_learner_that_syncs_every_step_is_the_inner_optimiser():

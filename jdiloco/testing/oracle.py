@@ -81,10 +81,16 @@ def outer_step(
     *,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
+    momentum_dtype: str = "float64",
 ) -> tuple[Wide, Wide]:
-    """The next anchor and momentum: `m ← β·m + Δ`, `Θ ← Θ − η·(Δ + β·m)`."""
+    """The next anchor and momentum: `m ← β·m + Δ`, `Θ ← Θ − η·(Δ + β·m)`.
+
+    In another `momentum_dtype`, `m` is rounded to that before the step takes it.
+    """
     step = widen(merged)
     velocity = np.asarray(outer_momentum * widen(momentum) + step)
+    if momentum_dtype != "float64":
+        velocity = np.asarray(widen(narrow(velocity, momentum_dtype)))
     return np.asarray(widen(anchor) - outer_lr * (step + outer_momentum * velocity)), velocity
 
 
