@@ -66,7 +66,7 @@ class Case:
 
 def cases(small: bool) -> list[Case]:
     """Both merges, three types, few and many contributions, and directions that nearly cancel."""
-    shapes = {"w": (64, 32) if small else (2048, 1024), "embed/w": (100, 16), "b": (1003,), "s": ()}
+    shapes = {"w": (64, 32) if small else (700, 900), "embed/w": (100, 16), "b": (1003,), "s": ()}
     found = []
     for number, dtype in enumerate(("float32", "bfloat16", "float16")):
         for count in (3,) if small else (2, 8, 33):
