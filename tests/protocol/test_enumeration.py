@@ -86,6 +86,8 @@ def test_a_node_that_is_alone_goes_on_after_a_crash():
     [
         (Setting(lost=1, reads_fail=False), 784_000),
         (Setting(crashes=1, rounds=1), 832_000),
+        (Setting(crashes=1, judged="dead"), 6_163_000),
+        (Setting(crashes=1, lost=1, rounds=1, judged="dead", reads_fail=False), 3_198_000),
         (dataclasses.replace(LIVES, lost=1, reads_fail=False), 345_000),
     ],
     ids=str,
