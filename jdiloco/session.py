@@ -9,63 +9,35 @@ import signal
 import socket
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import jax
-import numpy as np
-
-from jdiloco import events
 from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
-from jdiloco.errors import RunReplaced, StoreUnavailable, UsageError
-from jdiloco.protocol import joining, lives, member
-from jdiloco.protocol.keys import MANIFEST, Keys, check_node_id
-from jdiloco.protocol.records import FORMAT, Checkpoint, Manifest
-from jdiloco.protocol.rules import ROLES, closes, share, trains
+from jdiloco.errors import UsageError
+from jdiloco.protocol import joining
+from jdiloco.protocol.keys import check_node_id
 from jdiloco.runtime import backends, packing, private, signals
 from jdiloco.runtime.algorithm import DiLoCo
 from jdiloco.runtime.backends import Backend
-from jdiloco.runtime.checkpoints import RunState
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.compression import check_compression
-from jdiloco.runtime.inbox import Inbox
+from jdiloco.runtime.entry import Entry
 from jdiloco.runtime.inspect import manifest_of, no_run
-from jdiloco.runtime.joining import Performer, initial_state, newest_values
+from jdiloco.runtime.joining import Performer, newest_values
 from jdiloco.runtime.learner import Learner
-from jdiloco.runtime.news import Values
-from jdiloco.runtime.node import Node, hand_out
 from jdiloco.runtime.parameters import Holder, TreeHolder, placed
-from jdiloco.runtime.place import Place, PodHead
 from jdiloco.runtime.pods.follower import FollowerNode
-from jdiloco.runtime.pods.pod import Pod, check_settings, is_pod, model_digest
 from jdiloco.runtime.private import Saved
 from jdiloco.runtime.queues import Barrier, SharedQueue
-from jdiloco.runtime.run_key import (
-    open_mailbox,
-    read_run_key,
-    refuse_other_key,
-    refuse_unreadable,
-    signed,
-    store_name,
-)
+from jdiloco.runtime.run_key import open_mailbox, read_run_key
 from jdiloco.runtime.schema import Schema, check_same
+from jdiloco.runtime.settings import Callback, Settings, check_arguments, check_model
 from jdiloco.runtime.standing import Standing, standing
-from jdiloco.runtime.syncer import Syncer
 from jdiloco.runtime.work import Work
-from jdiloco.store import FolderStore, open_store, small_requests
 from jdiloco.store.base import Store
-from jdiloco.store.counting import CountingStore
-from jdiloco.store.signed import unsigned
-from jdiloco.types import Spent
-
-LEAVE_SECONDS = 2.0
-"""How long a node that is told to stop tries to say that it leaves."""
-
-Callback = Callable[[events.Event], None]
 
 
 def _nothing() -> None:
@@ -156,52 +128,37 @@ class Session:
         key_file: str | os.PathLike[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        _check_arguments(algorithm, mailbox, callbacks)
-        _check_role(role, params)
-        if ranks is not None and not ranks >= 1:
-            raise UsageError(f"`ranks` counts slices of the data: 1 or more, not {ranks!r}.")
-        if not poll_interval > 0:
-            raise UsageError(f"`poll_interval` must be above 0 seconds, got {poll_interval!r}.")
-        if poll_interval * 4 > algorithm.beat_seconds:
-            raise UsageError(
-                f"`poll_interval` is {poll_interval} s and the run's `beat_seconds` "
-                f"{algorithm.beat_seconds}: a beat needs at least four polls to be seen in time. "
-                "Poll more often, or beat less."
-            )
-        self.algorithm = algorithm
-        self._stopped_by: str | None = None
-        self._clock = clock or Clock()
-        self._mailbox = mailbox
-        self._key = read_run_key(key_file)
-        self._role = role
-        self._poll_interval = poll_interval
-        self._compression = check_compression(compression)
-        self._callbacks = tuple(callbacks)
-        self._leave_with_run = leave_with_run
-        self._node_id = check_node_id(node_id) if node_id is not None else self._made_up_id()
+        check_arguments(algorithm, mailbox, callbacks)
+        check_model(role, params)
+        self._settings = Settings(
+            algorithm=algorithm,
+            mailbox=mailbox,
+            key=read_run_key(key_file),
+            role=role,
+            ranks=ranks,
+            poll_interval=poll_interval,
+            compression=check_compression(compression),
+            callbacks=tuple(callbacks),
+            leave_with_run=leave_with_run,
+            clock=clock or Clock(),
+        )
         self._params = params
-        self._brings_model = params is not None
-        self._holder = _holder(params if self._brings_model else {})
+        self._holder = _holder({} if params is None else params)
         self._in_place = not isinstance(self._holder, TreeHolder)
-        self._schema = Schema((), ())  # The run's, once it is found.
-        if self._brings_model:
-            self._schema = Schema.of(self._holder.specs, algorithm)
-            _warn_of_precision(self._schema)
-        self._backend = backends.chosen(backend, self._tensors())
+        self._entry = Entry(
+            self._settings,
+            self._holder,
+            node_id=check_node_id(node_id) if node_id is not None else self._made_up_id(),
+            backend=backends.chosen(backend, [] if params is None else self._tensors()),
+            brings_model=params is not None,
+            check_stop=self._check_stop,
+            told_to_stop=lambda: self._stop_signal or 0,
+        )
         self._stop_signal: int | None = None
+        self._stopped_by: str | None = None
         self._open = contextlib.ExitStack()
         self._entered = self._left = False
         self._was_read = False  # A tree that nobody asked `params` for is the user's own values.
-        self._counting: CountingStore | None = None
-        self._node: Node | FollowerNode | None = None
-        self._learner: Learner | None = None
-        self._work: Work | None = None
-        self._ranks = ranks
-        self._rank: int | None = None
-        self._syncer: Syncer | None = None
-        self._pod: Pod | None = None  # Of several processes, if this node is one.
-        self._inbox: Inbox | None = None
-        self._saved: Saved | None = None  # What it goes on from, until its first step.
         self._mine: dict[str, Any] = {}
 
     @classmethod
@@ -254,17 +211,17 @@ class Session:
         return session
 
     def _go_on_from(self, saved: Saved, like: dict[str, Any]) -> None:
-        if not trains(self._role):
+        if not self._settings.trains:
             raise UsageError("A syncer has nothing to go on from: open a `Session`.")
         self.algorithm.check_against(saved.algorithm)
-        check_same(saved.tensors, self._schema.tensors, f"The node saved in `{saved.path}`")
+        check_same(saved.tensors, self._entry.schema.tensors, f"The node saved in `{saved.path}`")
         if unknown := sorted(like.keys() - saved.mine.keys()):
             raise UsageError(
                 f"`like` has {', '.join(unknown)}; saved were {', '.join(saved.mine) or 'none'}."
             )
         self._mine = {key: packing.unpack(key, saved.mine[key], tree) for key, tree in like.items()}
         self._params = self._saved_params(saved)
-        self._saved = saved
+        self._entry.saved = saved
 
     def _saved_params(self, saved: Saved) -> Any:
         """The parameters as they were saved, as new arrays, where those of the session are."""
@@ -274,12 +231,12 @@ class Session:
     def _tensors(self) -> tuple[Any, ...]:
         """What this node trains of the parameters it was given."""
         names = [spec.name for spec in self._holder.specs]
-        return self._holder.get(self._params, names) if self._brings_model else ()
+        return self._holder.get(self._params, names)
 
     def _made_up_id(self) -> str:
         host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().lower())
         host = host.encode("ascii", "ignore").decode().strip("-")[:24] or "node"
-        return f"{host}-{self._clock.fresh(8)}"
+        return f"{host}-{self._settings.clock.fresh(8)}"
 
     # The block
 
@@ -293,9 +250,9 @@ class Session:
             scratch = tempfile.TemporaryDirectory(prefix="jdiloco-", ignore_cleanup_errors=True)
             stack.enter_context(scratch)
             try:
-                self._join(Path(scratch.name))
+                self._params = self._entry.join(self._params, Path(scratch.name))
             except BaseException as error:
-                self._abandon()
+                self._entry.abandon()
                 if isinstance(error, _StopRequested):
                     # There is no block yet that could just end. The status is the usual one of a
                     # signal, so that nobody takes this for the end of the data.
@@ -321,316 +278,25 @@ class Session:
 
     def _finish(self) -> None:
         """Waits for what is in flight; a signal cuts it short."""
-        if self._syncer is not None:
+        if self._entry.syncer is not None:
             return
         with contextlib.suppress(_StopRequested):
-            if self._work is not None:
-                self._params = self._work.give_back(self._params)
+            if self._entry.work is not None:
+                self._params = self._entry.work.give_back(self._params)
             self._params = self._live().finish(
                 self._params,
                 flush=self.algorithm.flush_on_close,
-                patience=self._patience,
-                with_run=self._leave_with_run,
+                patience=self._settings.patience,
+                with_run=self._settings.leave_with_run,
             )
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for a closer that died to be noticed and for another to take its place."""
-        return self.algorithm.rules().patience(self._poll_interval)
 
     def _leave(self, because: str) -> None:
-        """Ends every thread. Who is stopped or fails goes at once; else what was begun is ended."""
-        part = self._learner or self._syncer
-        assert part is not None
-        assert self._node is not None
-        hurry = because != "finished"
-        if self._pod is not None and hurry:
-            self._pod.close()
-        if self._work is not None:
-            self._work.close(LEAVE_SECONDS)
         try:
-            if self._learner is not None and self._in_place and because != "failed":
-                self._learner.committed(self._params)
-            left = part.leave(because)
+            learner = self._entry.learner
+            if learner is not None and self._in_place and because != "failed":
+                learner.committed(self._params)
         finally:
-            self._node.leave(LEAVE_SECONDS if hurry else self._patience, hurry=hurry)
-        self._node.emit(left)
-
-    def _abandon(self) -> None:
-        """Joining failed."""
-        self._learner = self._syncer = None
-        if self._pod is not None:
-            self._pod.close()
-        if self._work is not None:
-            self._work.close(LEAVE_SECONDS)
-        if self._node is not None:
-            self._node.leave(LEAVE_SECONDS, hurry=True)
-
-    # Joining
-
-    def _join(self, scratch: Path) -> None:
-        opened = open_store(self._mailbox)
-        if isinstance(opened, FolderStore):
-            opened.prepare()
-        self._counting = CountingStore(opened)
-        store = signed(self._counting, self._key, self._tell_forged)
-        self._pod = self._open_pod(opened, store_name(store, MANIFEST)) if is_pod() else None
-        if self._pod is not None and not self._pod.is_head:
-            self._node, newest = self._pod.follow(store, scratch, self._check_stop)
-            self._schema, self._inbox = self._node.place.schema, self._node.inbox
-            self._open_part(self._node, newest)
-            return
-        performer = Performer(
-            store,
-            self._clock,
-            scratch=scratch,
-            initial=lambda prefix: self._initial_state(store, prefix),
-            check_stop=self._check_joining,
-            small=small_requests(store, self.algorithm.rules().small_seconds),
-        )
-        with contextlib.closing(performer):
-            try:
-                there = self._manifests(store, scratch) and self._key is not None
-                if there and performer.run(joining.read_manifest()) is None:
-                    refuse_unreadable(store)
-                self._join_run(store, performer, scratch)
-            except Exception as error:
-                if self._pod is not None:
-                    self._pod.fail(error)
-                raise
-
-    def _open_pod(self, store: Store, manifest: str) -> Pod:
-        """What this process is of its pod; all of them have been given the same."""
-        check_settings(self._role, self._ranks, self.algorithm)
-        if self._saved is not None:
-            raise UsageError(
-                "A pod goes on from no save: open a `Session` under the same `node_id`, and keep "
-                "optimiser state and random keys with a checkpointer of your own."
-            )
-        pod = Pod(
-            self._holder,
-            self._params,
-            self.algorithm,
-            clock=self._clock,
-            poll_seconds=self._poll_interval,
-            compression=self._compression,
-            told_to_stop=lambda: self._stop_signal or 0,
-            spent=self._spent_here,
-        )
-        facts = {
-            "algorithm": self.algorithm.to_json(),
-            "params": model_digest(self._schema),
-            "role": self._role,
-            "poll_interval": self._poll_interval,
-            "leave_with_run": self._leave_with_run,
-            "node_id": self._node_id,
-            "key_file": manifest,  # Its name is made with the key.
-        }
-        self._node_id = pod.meet(store, facts)
-        return pod
-
-    def _check_joining(self) -> None:
-        if self._pod is not None:
-            self._pod.keep_up()
-        self._check_stop()
-
-    def _manifests(self, store: Store, scratch: Path) -> list[str]:
-        """What is called a manifest in the mailbox. Raises RunKeyMismatch."""
-        seconds = self.algorithm.rules().small_seconds
-        behind = small_requests(unsigned(store), seconds)
-        outside = Performer(behind, self._clock, scratch=scratch, check_stop=self._check_joining)
-        found = outside.run(joining.list_manifests())
-        refuse_other_key(store, found)
-        return found
-
-    def _tell_forged(self, name: str, because: str) -> None:
-        """Called from any thread, also while the node still joins."""
-        event = events.Forged(node=self._node_id, name=name, because=because)
-        if self._node is None:
-            hand_out(event, self._callbacks)
-        else:
-            self._node.tell(event)
-
-    def _join_run(self, store: Store, performer: Performer, scratch: Path) -> None:
-        manifest, data, created = self._find_run(store, performer, scratch)
-        schema = self._schema = Schema.of_manifest(manifest)
-        keys = Keys(manifest.run)
-        saved = self._saved.kept if self._saved else None
-        birth = performer.run(
-            lives.take_up_life(
-                keys, self._person(), self._waiting(), saved.private if saved else None
-            )
-        )
-        newest: Values = {}
-        head: PodHead | None = None
-        held: tuple[int, ...] | None = None
-        if self._pod is not None:
-            chain, head, newest = self._pod.place(performer, store, scratch, manifest, data, birth)
-        elif saved is not None and not birth.overtaken:
-            chain = performer.run(joining.read_chain_at(manifest, data, saved.private.read))
-            newest = dict(saved.held)
-            held = tuple(fragment.version for fragment in saved.private.fragments)
-        elif trains(self._role):
-            chain, newest = newest_values(
-                performer, performer.library(schema), manifest, data, birth.listed
-            )
-        else:
-            chain = performer.run(joining.read_chain(manifest, data, birth.listed))
-        old = performer.run(joining.find_old(keys, chain.read, birth.listed))
-        life = birth.life
-        self._node = Node(
-            Place(
-                store=store,
-                manifest=manifest,
-                manifest_data=data,
-                chain=chain,
-                birth=birth,
-                schema=schema,
-                algorithm=self.algorithm,
-                scratch=scratch,
-                pod=head,
-            ),
-            clock=self._clock,
-            poll_seconds=self._poll_interval,
-            role=self._role,
-            callbacks=self._callbacks,
-            shelf=old,
-            values=newest,
-            versions=chain.versions if held is None else held,
-            compression=self._compression,
-            spent=self._spent,
-        )
-        if self._pod is not None:
-            node = self._node
-            self._inbox = self._pod.inbox(node, lambda: self._share(node))
-        if created:
-            self._node.emit(events.RunCreated(node=life.node, run=manifest.run))
-        self._open_part(self._node, newest)
-        if birth.overtaken:
-            self._saved = None
-        if self._saved is not None:
-            self._catch_up(self._node, joining.newest_round(keys, birth.listed))
-        self._node.emit(
-            events.Joined(
-                node=life.node, run=manifest.run, incarnation=life.incarnation, round=chain.round
-            )
-        )
-        if self._learner is None or self._pod is not None:
-            return
-        self._work = Work(
-            self._node,
-            self._learner,
-            self._clock,
-            self._waiting(),
-            patience=self._patience,
-            nonce=self._clock.fresh(),
-        )
-        if self._ranks is not None:
-            self._params, self._rank = self._work.take_rank(self._params, self._ranks)
-
-    def _catch_up(self, node: Node, round: int) -> None:
-        """Waits until what was committed meanwhile has come; it is taken up by the first step."""
-        read, moved = node.state.chain.read, self._clock.now()
-        while not (member.is_up_to(node.state, round) or node.state.stopped):
-            self._check_stop()
-            self._clock.sleep(self._poll_interval / 4)
-            if node.state.chain.read != read:
-                read, moved = node.state.chain.read, self._clock.now()
-            elif self._clock.now() - moved > self._patience:
-                raise StoreUnavailable(
-                    f"What round {read + 1} committed could not be read for {self._patience:.0f} s."
-                )
-
-    def _open_part(self, node: Node | FollowerNode, newest: Values) -> None:
-        """What the node does in the user's thread."""
-        if not trains(self._role):
-            assert isinstance(node, Node), "no pod is a syncer"
-            self._syncer = Syncer(node, self._clock, check_stop=self._check_stop)
-            self._syncer.open()
-            return
-        self._learner = Learner(
-            node,
-            self._holder,
-            self._clock,
-            newest,
-            backend=self._backend,
-            check_stop=self._check_stop,
-            saved=self._saved.kept if self._saved else None,
-            inbox=self._inbox,
-        )
-        self._params = self._learner.open(self._params)
-        if self._pod is not None and self._inbox is not None:
-            self._inbox.agreed(lambda: True)  # So all know the share of the global batch.
-
-    def _find_run(
-        self, store: Store, performer: Performer, scratch: Path
-    ) -> tuple[Manifest, bytes, bool]:
-        if self._saved is not None:
-            return *self._find_saved_run(store, performer, self._saved.kept.private.run), False
-        if not self._brings_model:
-            data = performer.run(joining.await_manifest(self._waiting()))
-            manifest = manifest_of(store, data)
-            self.algorithm.check_against(manifest.algorithm)
-            return manifest, data, False
-        creator = joining.Creator(self._node_id, self._clock.fresh(), self._clock.fresh())
-
-        def describe(checkpoint: Checkpoint) -> Manifest:
-            self._manifests(store, scratch)  # Others may have begun without the key, or with one.
-            return Manifest(
-                format=FORMAT,
-                run=creator.run,
-                algorithm=self.algorithm.to_json(),
-                tensors=self._schema.tensors,
-                plan=self._schema.plan,
-                checkpoint=checkpoint,
-                closer=self._node_id if closes(self._role) else "",
-                write_id=creator.name,
-            )
-
-        found = joining.find_or_create(creator, self._waiting(), describe)
-        data, created = performer.run(found)
-        manifest = manifest_of(store, data)
-        self.algorithm.check_against(manifest.algorithm)
-        self._schema.check_against(manifest)
-        return manifest, data, created
-
-    def _find_saved_run(
-        self, store: Store, performer: Performer, run: str
-    ) -> tuple[Manifest, bytes]:
-        data = performer.run(joining.read_manifest())
-        if data is None:
-            raise no_run(store)
-        manifest = manifest_of(store, data)
-        if manifest.run != run:
-            raise RunReplaced(
-                f"{store.url} holds run {manifest.run!r}; what is to be restored belongs to run "
-                f"{run!r}. Name its mailbox, or open a `Session` to join this run."
-            )
-        self.algorithm.check_against(manifest.algorithm)
-        self._schema.check_against(manifest)
-        return manifest, data
-
-    def _initial_state(self, store: Store, prefix: str) -> RunState:
-        """What the run begins from, should this node create it."""
-        if self._pod is not None:
-            return self._pod.initial(store, prefix, self._schema)
-        names = [spec.name for spec in self._schema.tensors]
-        host = jax.device_get(self._holder.get(self._params, names))
-        values = {name: np.array(leaf) for name, leaf in zip(names, host, strict=True)}
-        return initial_state(self._schema, values)
-
-    def _waiting(self) -> joining.Waiting:
-        algorithm = self.algorithm
-        return joining.Waiting(self._poll_interval, algorithm.beat_seconds, algorithm.lease_seconds)
-
-    def _person(self) -> lives.Person:
-        return lives.Person(
-            node=self._node_id,
-            host=socket.gethostname(),
-            process=os.getpid(),
-            backend=self._backend.name,
-            nonce=self._clock.fresh(),
-        )
+            self._entry.leave(because)
 
     # What a user calls
 
@@ -640,9 +306,14 @@ class Session:
         return self._stopped_by
 
     @property
+    def algorithm(self) -> DiLoCo:
+        """The run's settings."""
+        return self._settings.algorithm
+
+    @property
     def node_id(self) -> str:
         """This node's id."""
-        return self._node_id
+        return self._entry.node_id
 
     @property
     def position(self) -> int:
@@ -657,14 +328,14 @@ class Session:
 
         With `ranks` it counts the batches of the slice, whoever trained on them.
         """
-        if self._rank is not None:
+        if self._entry.rank is not None:
             return self._work_of().position
         return self._live().position
 
     @property
     def rank(self) -> int | None:
         """Which of the `ranks` fixed slices is this node's, from 0; None without `ranks`."""
-        return self._rank
+        return self._entry.rank
 
     @property
     def params(self) -> Any:
@@ -679,8 +350,8 @@ class Session:
         self._was_read = True
         if self._in_place:
             return self._params
-        if self._saved is not None and not self._left:
-            return self._saved_params(self._saved)
+        if self._entry.saved is not None and not self._left:
+            return self._saved_params(self._entry.saved)
         return learner.committed(self._params)
 
     @property
@@ -712,30 +383,22 @@ class Session:
             learner.kept(claimed=work.has_claimed),
             algorithm=self.algorithm.to_json(),
             params=packing.pack("params", self._holder.whole(self._params)),
-            tensors=self._schema.tensors,
+            tensors=self._entry.schema.tensors,
             mine={key: packing.pack(key, tree) for key, tree in mine.items()},
-            fresh=self._clock.fresh(),
+            fresh=self._settings.clock.fresh(),
         )
 
     @property
     def status(self) -> Standing:
         """Who is alive, who takes part, and how far this node is; any thread may ask."""
-        if self._node is None:
+        if self._entry.node is None:
             raise UsageError("The session has not been entered. Use it in a `with` statement.")
-        if isinstance(self._node, FollowerNode):
+        if isinstance(self._entry.node, FollowerNode):
             raise UsageError(
                 "Process 0 of a pod hears of the run: ask there, `jax.process_index() == 0`."
             )
-        state = self._learner.state if self._learner is not None else None
-        return standing(self._node.state, state, self._spent())
-
-    def _spent(self) -> Spent:
-        """What this node has asked of the store."""
-        here = self._spent_here()
-        return here if self._pod is None else here + self._pod.spent_elsewhere
-
-    def _spent_here(self) -> Spent:
-        return Spent() if self._counting is None else self._counting.spent
+        state = self._entry.learner.state if self._entry.learner is not None else None
+        return standing(self._entry.node.state, state, self._entry.spent())
 
     @property
     def batch_size(self) -> int | None:
@@ -744,15 +407,7 @@ class Session:
         Of the learners that are alive, as of the newest look at the mailbox.
         """
         self._live()
-        if self._pod is not None:
-            return self._pod.share
-        assert isinstance(self._node, Node)
-        return self._share(self._node)
-
-    def _share(self, node: Node) -> int | None:
-        total, state = self.algorithm.global_batch_size, node.state
-        others = state.verdict.learners - state.verdict.paused
-        return None if total is None else share(total, others, state.me)
+        return self._entry.share()
 
     def step(self, params: Any = None, *, samples: SupportsIndex, steps: SupportsIndex = 1) -> Any:
         """Counts a training step, publishes and aligns what is due, and returns the parameters.
@@ -761,7 +416,7 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        self._saved = None
+        self._entry.saved = None
         rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)
@@ -813,9 +468,11 @@ class Session:
         A syncer calls it with nothing, `session.run()`: it closes rounds until a signal comes or,
         with `leave_with_run`, until every learner that it has met is gone.
         """
-        if self._syncer is not None:
+        if self._entry.syncer is not None:
             _check_nothing_to_train(step, data)
-            self._syncer.run(with_run=self._leave_with_run, patience=self._patience)
+            self._entry.syncer.run(
+                with_run=self._settings.leave_with_run, patience=self._settings.patience
+            )
             return None
         if step is None or data is None:
             raise UsageError("There is nothing to train on: call `session.run(step, data)`.")
@@ -879,27 +536,27 @@ class Session:
 
     def _work_of(self) -> Work:
         self._live()
-        if self._work is None:
+        if self._entry.work is None:
             raise UsageError(
                 "This node is a pod: it has no shared queue, no barrier, and `save` is not for it. "
                 "Divide the data by the number that each pod is started with, and keep optimiser "
                 "state and random keys with a checkpointer of your own."
             )
-        return self._work
+        return self._entry.work
 
     def _count_work(self, steps: int) -> None:
-        if self._work is not None:
-            self._work.count(steps)
+        if self._entry.work is not None:
+            self._entry.work.count(steps)
 
     def _live(self) -> Learner:
-        if self._learner is None:
-            if self._syncer is not None:
+        if self._entry.learner is None:
+            if self._entry.syncer is not None:
                 raise UsageError(
                     "This node is a syncer: it trains nothing and holds no parameters. Call "
                     "`session.run()`, and read the model with `jdiloco.load(mailbox, like=params)`."
                 )
             raise UsageError("The session has not been entered. Use it in a `with` statement.")
-        return self._learner
+        return self._entry.learner
 
     # Signals
 
@@ -907,36 +564,10 @@ class Session:
         self._stop_signal = number
 
     def _check_stop(self) -> None:
-        number = self._pod.stop if self._pod is not None else self._stop_signal
+        number = self._entry.pod.stop if self._entry.pod is not None else self._stop_signal
         if number:
             self._stopped_by = signal.Signals(number).name
             raise _StopRequested(self._stopped_by)
-
-
-def _check_arguments(algorithm: Any, mailbox: Any, callbacks: Any) -> None:
-    """What a slip of the hand leaves behind; everything else is checked where it is used."""
-    if not isinstance(algorithm, DiLoCo):
-        raise UsageError(
-            f"`algorithm` is {algorithm!r:.80}. "
-            "Call Session(params, jdiloco.DiLoCo(sync_every=…, fragments=…), mailbox)."
-        )
-    if mailbox is None:
-        raise UsageError("`mailbox` is None. Name a folder that every node of the run can reach.")
-    if callable(callbacks) or not all(map(callable, callbacks)):
-        raise UsageError(
-            f"`callbacks` is {callbacks!r:.80}. Pass a sequence of functions of one event, "
-            "`callbacks=(jdiloco.log_events,)`, or () for none."
-        )
-
-
-def _check_role(role: Any, params: Any) -> None:
-    if role not in ROLES:
-        raise UsageError(f"`role` must be one of {', '.join(map(repr, ROLES))}, got {role!r}.")
-    if params is None and trains(role):
-        raise UsageError(
-            f"`params` is None, and a node of role {role!r} trains. Pass the parameters or the "
-            "module, or use role='syncer' for a node that only closes rounds."
-        )
 
 
 def _of_step(result: Any) -> tuple[Any, Any]:
@@ -972,16 +603,6 @@ def _holder(params: Any) -> Holder:
 
         return ModuleHolder(params)
     return TreeHolder(params)
-
-
-def _warn_of_precision(schema: Schema) -> None:
-    precision = schema.precision
-    if precision.commit_dtype is not None and not precision.narrowed(schema.tensors):
-        warnings.warn(
-            f"`commit_dtype` is {precision.commit_dtype!r}, and no parameter has more bits than "
-            "that: commits go out whole, as with None.",
-            stacklevel=3,
-        )
 
 
 def load(

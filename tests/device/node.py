@@ -117,13 +117,14 @@ def session(place: Place) -> Iterator[str]:
         hold(off <= allowed, f"{name} was committed {off:.1e} from what the host computes")
     yield (
         f"{len(aligned)} commits of {size / 2**20:.0f} MiB of parameters as the host computes "
-        f"them; backend {node._backend.name}, no compilation in the last {8 * SYNC_EVERY} steps"
+        f"them; backend {node._entry.backend.name}, no compilation in the last "
+        f"{8 * SYNC_EVERY} steps"
     )
 
 
 def _check_places(place: Place, s: jdiloco.Session, params: Any) -> None:
-    assert s._learner is not None
-    anchors = [anchor for leaves in s._learner._anchors for anchor in leaves]
+    assert s._entry.learner is not None
+    anchors = [anchor for leaves in s._entry.learner._anchors for anchor in leaves]
     kinds = {anchor.sharding.memory_kind for anchor in anchors}
     hold(kinds == {"pinned_host"}, f"anchors are in {kinds}")
     found = {(leaf.sharding.memory_kind, *leaf.sharding.device_set) for leaf in params.values()}

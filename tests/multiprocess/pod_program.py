@@ -152,12 +152,12 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
             (folder / f"step.{told['name']}.{told['process']}").write_text(str(number))
             time.sleep(told["pause"])
     _, peak = tracemalloc.get_traced_memory()
-    spent = session._spent_here()
+    spent = session._entry.spent_here()
     if told["task"] == "drift":
         return {"peak": peak, "received": spent.received, "sent": spent.sent}
     whole = gathered(session.params)
-    assert session._learner is not None
-    anchors = [anchor for leaves in session._learner._anchors for anchor in leaves]
+    assert session._entry.learner is not None
+    anchors = [anchor for leaves in session._entry.learner._anchors for anchor in leaves]
     return {
         "anchors": sorted({str(anchor.sharding.memory_kind) for anchor in anchors}),
         "first": first,

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.multiprocess
 PROGRAM = """
     import sys, time
     import jax, jax.numpy as jnp
-    import jdiloco.session
+    from jdiloco.runtime import entry
     from tests.session.nodes import algorithm, session
 
-    jdiloco.session.LEAVE_SECONDS = 0.0  # The block waits for nobody.
+    entry.LEAVE_SECONDS = 0.0  # The block waits for nobody.
     delay = float(sys.argv[1])
     params = {f"w{i}": jnp.full((300 + i, 500), 0.5) for i in range(12)}
     settings = algorithm(sync_every=1, checkpoint_every=1, lease_seconds=60.0)

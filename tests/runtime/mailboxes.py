@@ -135,8 +135,8 @@ def shared_run() -> Objects:
 
 def has_unpublished(s: Any) -> bool:
     """Leaving now, a node that flushes publishes a final contribution."""
-    (held,) = s._learner.state.fragments
-    return s._learner.steps > s._learner.state.steps and held.outstanding is None
+    (held,) = s._entry.learner.state.fragments
+    return s._entry.learner.steps > s._entry.learner.state.steps and held.outstanding is None
 
 
 # Objects

@@ -111,8 +111,8 @@ def together(*programs: Callable[[], Any], seconds: float = 100.0) -> list[Any]:
 
 def node_of(s: Session) -> Node:
     """What a session runs in its threads."""
-    assert isinstance(s._node, Node)
-    return s._node
+    assert isinstance(s._entry.node, Node)
+    return s._entry.node
 
 
 class Meeting:

@@ -214,7 +214,7 @@ def test_leaves_in_other_memory_stay_there(setting):
 def test_a_snapshot_is_held_no_longer_than_its_round():
     seen = Recorder()
     with session({"w": ramp(0.0)}, half(alignment=carry()), memory(), callbacks=(seen,)) as s:
-        learner: Any = s._learner
+        learner: Any = s._entry.learner
         assert learner._snapshots == [()]
         two_calls(s, seen, ramp(-1.0), ramp(-4.0))
         assert len(learner._snapshots[0]) == 1  # Of the second round.
@@ -248,7 +248,7 @@ def test_every_node_ends_with_what_was_committed_and_not_with_its_own_mixture(se
         start = {"a": ramp(1.0), "b": ramp(2.0)}
         held = {}
         with session(start, settings, mailbox, f"n{index}", leave_with_run=True) as s:
-            params, learner = s.params, s._learner
+            params, learner = s.params, s._entry.learner
             assert learner is not None
             meet(s)
             for step in range(30):

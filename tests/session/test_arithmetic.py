@@ -157,7 +157,7 @@ def test_momentum_of_one_fragment_never_reaches_another():
     mailbox = memory()
     with session({"a": jnp.zeros(4), "b": jnp.zeros(4)}, settings, mailbox, "n") as s:
         params = s.params
-        (first,), (other,) = s._schema.plan
+        (first,), (other,) = s._entry.schema.plan
         for _ in range(6):  # Each cycle one delta of 1, wherever the anchor is.
             params = s.step({**params, first: s.params[first] - 1.0}, samples=1, steps=5)
         np.testing.assert_allclose(s.params[first], np.full(4, -5.6343), rtol=1e-6)

@@ -180,7 +180,7 @@ def test_a_store_that_fails_in_a_way_nobody_foresaw_is_asked_again():
 
 
 def train_on_while_broken(s, monkeypatch) -> None:
-    monkeypatch.setattr(s._node, "_tell_progress", lambda: 1 / 0)
+    monkeypatch.setattr(s._entry.node, "_tell_progress", lambda: 1 / 0)
     train_on(s)
 
 

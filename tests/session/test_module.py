@@ -118,7 +118,7 @@ def test_the_loss_of_a_run_of_two_nodes_falls():
 def test_batch_statistics_and_random_states_stay_the_nodes_own():
     model, _ = net()
     with session(model, algorithm(), mailbox := memory()) as s:
-        names = [spec.name for spec in s._schema.tensors]
+        names = [spec.name for spec in s._entry.schema.tensors]
     assert names == ["first/bias", "first/kernel", "last/kernel", "norm/bias", "norm/scale"]
     assert records(mailbox) == []
 
@@ -141,7 +141,11 @@ def test_a_shared_variable_counts_once_and_stays_shared():
     settings = algorithm(sync_every=1, overlap_steps=0, outer_lr=1.0, outer_momentum=0.0)
     model = Tied(nnx.Rngs(0))
     with session(model, settings, memory(), callbacks=(seen,)) as s:
-        assert [spec.name for spec in s._schema.tensors] == ["ahead", "mix/bias", "mix/kernel"]
+        assert [spec.name for spec in s._entry.schema.tensors] == [
+            "ahead",
+            "mix/bias",
+            "mix/kernel",
+        ]
         before = np.asarray(model.ahead[...])
         model.ahead[...] = model.ahead[...] - 0.5
         s.step(samples=1)
@@ -239,4 +243,4 @@ def test_a_variable_that_holds_nothing_or_a_tree_is_no_trouble():
             self.raw = jnp.ones(2)
 
     with session(Odd(), algorithm(), memory()) as s:
-        assert [spec.name for spec in s._schema.tensors] == ["w"]
+        assert [spec.name for spec in s._entry.schema.tensors] == ["w"]

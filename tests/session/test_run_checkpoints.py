@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_what_its_round_committed(tmp_path):
     newest = seen.of(events.Checkpointed)[-1]
     path = f"{store.url}/{newest.prefix}/params"
     found = json.loads(run_script(RESTORE, path, environment={"JAX_PLATFORMS": "cpu"}))
-    anchor = read_anchor(store, records(store)[newest.round], s._schema.tensors)
+    anchor = read_anchor(store, records(store)[newest.round], s._entry.schema.tensors)
     assert anchor is not None
     np.testing.assert_array_equal(found["w"], anchor["a/w"].astype(np.float64))
     np.testing.assert_array_equal(found["b"], anchor["b"].astype(np.float64))
@@ -148,7 +148,7 @@ def test_a_payload_that_is_gone_is_read_from_the_checkpoint(long_run):
         record = node_of(s).state.chain.records[0]
         assert record is not None
         assert digest(node_of(s)._committed(record)) == digest(
-            {name: _named(last)[name] for name in s._schema.plan[0]}
+            {name: _named(last)[name] for name in s._entry.schema.plan[0]}
         )
 
 

@@ -219,7 +219,7 @@ def test_other_parameters_are_refused_and_the_session_goes_on(change, message):
 
 
 def records_of(s):
-    return records(s._mailbox)
+    return records(s._settings.mailbox)
 
 
 def test_a_donated_array_is_refused_and_says_so():

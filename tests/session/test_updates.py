@@ -288,7 +288,7 @@ def test_momentum_rests_in_the_precision_of_the_run():
     mailbox = memory()
     with session(model(), settings, mailbox, "n") as s:
         train(s, 0, 3)
-        schema = s._schema
+        schema = s._entry.schema
     newest = records(mailbox)[-1]
     outer = read_outer(mailbox, newest, schema.fragment(0), schema.precision)
     assert outer is not None

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moto import server
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 
 
-class InTurn(server.DomainDispatcherApplication):
+class InTurn(DomainDispatcherApplication):
     """The application of the server, called by one thread at a time."""
 
     turn = threading.Lock()
@@ -22,5 +23,5 @@ class InTurn(server.DomainDispatcherApplication):
 
 
 if __name__ == "__main__":
-    server.DomainDispatcherApplication = InTurn
+    setattr(server, "DomainDispatcherApplication", InTurn)  # noqa: B010 - it is private there.
     server.main()
