@@ -160,6 +160,22 @@ def test_a_closer_that_is_passed_over_goes_on_and_one_record_wins():
         assert both == {"a", "b"}
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_updates_are_written_and_removed_with_the_other_payloads_of_their_attempt(seed):
+    """Of attempts that lost to another, and of versions that newer ones have replaced."""
+    slow = Plan(node="a", merge_seconds=6.0 + 0.05 * seed, steps=60)
+    settings = {"updates": True, "checkpoint_every": 1, "quorum_size": 2, "seed": seed}
+    history, facts = run(scenario(slow, *later("b", steps=60), **settings))
+    assert history.events(events.TookOver)
+    for written in (facts.puts, history.objects):
+        found = [parsed for key in written if (parsed := facts.keys.parse_payload(key))]
+        attempts = {attempt for _, attempt, _ in found}
+        for part in ("anchor", "outer", "update"):
+            assert {attempt for _, attempt, its in found if its == part} == attempts
+        assert attempts
+    assert all(record.update is not None for record in facts.in_order if not record.void)
+
+
 def test_clocks_that_are_hours_apart_change_nothing():
     """B57."""
     here = names("a", "b", "c")
