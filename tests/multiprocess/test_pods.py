@@ -142,15 +142,25 @@ def wait_until(true: Any, node: Started, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("key", ["", pytest.param("the key of these pods", marks=pytest.mark.long)])
-def test_two_pods_and_a_plain_node_train_one_model(nodes, key, monkeypatch):
+NARROW = {"commit_dtype": "float8_e4m3fn", "momentum_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("key", "precision"),
+    [
+        ("", {}),
+        pytest.param("the key of these pods", {}, marks=pytest.mark.long, id="signed"),
+        pytest.param("", NARROW, marks=pytest.mark.long, id="narrow commits"),
+    ],
+)
+def test_two_pods_and_a_plain_node_train_one_model(nodes, key, precision, monkeypatch):
     """Three layouts of one model, rounds of all three: one result, and `verify` finds nothing.
 
     One pod keeps its anchors off the devices, as on GPUs and TPUs.
     """
     if key:
         monkeypatch.setenv("JDILOCO_RUN_KEY", key)
-    told = {"run": {**RUN, "quorum_size": 3, "follow": 0}, "alignment": "carry"}
+    told = {"run": {**RUN, **precision, "quorum_size": 3, "follow": 0}, "alignment": "carry"}
     began = [
         nodes.start("rows", "rows", 2, data=1, **told),
         nodes.start("mixed", "mixed", 2, data=2, anchors="pinned_host", **told),

@@ -226,6 +226,23 @@ def test_an_update_that_is_damaged_is_noticed_and_the_whole_anchor_read(damage):
     assert all("do not match" in text and "whole anchor" in text for text in warned)
 
 
+def test_verify_names_an_update_that_was_changed_and_nothing_else():
+    settings = algorithm(sync_every=1, commit_dtype="float8_e4m3fn", overlap_steps=0)
+    mailbox = memory()
+    with session(model(), settings, mailbox, "n") as s:
+        train(s, 0, 3)
+        wait_until(lambda: len(records(mailbox)) == 3)
+    update = records(mailbox)[-1].update
+    assert update is not None
+    data = mailbox.get(update.key)
+    assert data is not None
+    mailbox.delete([update.key])
+    mailbox.create(update.key, data[:-1] + bytes([data[-1] ^ 1]))
+    report = verify(mailbox)
+    assert [finding.key for finding in report.findings] == [update.key]
+    assert "whole anchor" in report.findings[0].means
+
+
 def test_an_update_that_leads_elsewhere_is_noticed_by_the_digest_of_the_anchor(monkeypatch):
     """A machine whose arithmetic is not everybody's would be told from the others so."""
     from jdiloco.runtime import held, updates
