@@ -1,10 +1,18 @@
 """Servers that tests share: each starts when first asked for, and is gone when the tests are."""
 
+import signal
+
 import pytest
 
 from tests.store import servers
 
 pytest.register_assert_rewrite("jdiloco.testing.conformance")
+
+
+def pytest_configure():
+    """A shell that starts the tests in the background has all of them ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from jdiloco.runtime.close import Closed, FragmentCloser, Measured
 from jdiloco.runtime.contributions import Contribution, Rejection
 from jdiloco.runtime.payloads import Library, Tensors
 from jdiloco.runtime.schema import Schema
-from jdiloco.store.base import Buffer, Store
+from jdiloco.store.base import Buffer, Store, small_requests
 from jdiloco.store.signed import signer_of
 
 logger = logging.getLogger("jdiloco")
@@ -65,6 +65,7 @@ class RoundCloser:
         compression: str | None,
     ) -> None:
         self._store = store
+        self._small = small_requests(store, algorithm.rules().small_seconds)
         self._keys = keys
         self._schema = schema
         self._algorithm = algorithm
@@ -130,7 +131,7 @@ class RoundCloser:
     def _still_valid(self, name: str, request: fx.Examine) -> bool:
         """Whether the newest life of the node vouches for what an earlier one published."""
         key = self._keys.incarnation(request.key.node, request.newer or 0)
-        data = self._store.get(key)
+        data = self._small.get(key)
         try:
             return data is not None and name in unseal(key, data, Incarnation).valid
         except FormatError:
@@ -175,7 +176,7 @@ class RoundCloser:
 
     def _check_record(self, round: int, digest: str) -> None:
         key = self._keys.record(round)
-        if (data := self._store.get(key)) is None:
+        if (data := self._small.get(key)) is None:
             raise FormatError(f"{key!r} is not in {self._store.url} any more. It was removed.")
         if sha256(data) != digest:
             raise Replaced
