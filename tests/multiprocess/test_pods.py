@@ -88,7 +88,13 @@ class Nodes:
         self.started: list[Started] = []
 
     def start(
-        self, name: str, layout: str, processes: int = 1, devices: int = 2, **told: Any
+        self,
+        name: str,
+        layout: str,
+        processes: int = 1,
+        devices: int = 2,
+        program: str = "pod_program",
+        **told: Any,
     ) -> Started:
         said = {**USUAL, **told, "name": name, "layout": layout, "processes": processes}
         said["port"] = free_port()
@@ -96,9 +102,11 @@ class Nodes:
         for index in range(processes):
             output = self.folder / f"output.{name}.{index}.{len(self.started)}"
             arguments = [str(self.folder), json.dumps({**said, "process": index})]
+            if program == "pod_refusals":
+                arguments = [str(self.folder), str(said["port"]), str(index)]
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.multiprocess.pod_program", *arguments],
+                    [sys.executable, "-m", f"tests.multiprocess.{program}", *arguments],
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
@@ -231,6 +239,36 @@ def test_a_process_that_dies_takes_its_node_with_it_and_the_run_goes_on(nodes):
     plain.ended()
     report = verify(mailbox)
     assert not report.findings, report.findings
+
+
+REFUSED = {
+    "syncer": "`role` is 'syncer', and this node is a pod of 2 processes",
+    "either": "`role` is 'either', and this node is a pod of 2 processes",
+    "ranks": "A pod takes no `ranks`",
+    "small": "`delta_dtype` is 'float8_e4m3fn'",
+    "memory": "`mailbox` is memory://alone",
+    "local": "'w' lies on devices of processes",
+    "numpy": "'w' is a ndarray; this node is a pod of 2 processes",
+    "unlike": "Processes 0 and 1 of this node were given different `leave_with_run`",
+    "elsewhere": "Process 1 of this node has sent its share of the initial values",
+    "queue": "This node is a pod: it has no shared queue",
+    "barrier": "This node is a pod",
+    "save": "This node is a pod",
+    "status": "Process 0 of a pod hears of the run",
+}
+
+
+@pytest.mark.long
+def test_what_a_pod_cannot_do_is_refused_by_every_process_with_the_way_out(nodes):
+    """And what it can: explicit axes, a share of the global batch, modules, leaves that move."""
+    node = nodes.start("refused", "rows", 2, program="pod_refusals")
+    node.wait()
+    assert [process.returncode for process in node.processes] == [0, 0], node.told()
+    for index, output in enumerate(node.outputs):
+        said = dict(line.split(": ", 1) for line in output.read_text().splitlines() if ": " in line)
+        for what, message in REFUSED.items():
+            if what != "status" or index == 1:
+                assert message in said[what], (what, said[what])
 
 
 @pytest.mark.long

@@ -75,6 +75,7 @@ class Word(msgspec.Struct, frozen=True):
     kind: str = ""  # "joining", "placed", "read", "failed"
     facts: dict[str, str] = {}  # What it was given.
     prefix: str = ""  # Where the initial values are wanted, when the pod creates the run.
+    sent: bool = False  # This process's share of them is there.
     placed: Placed | None = None
     ok: bool = True  # Its share of the newest values is here.
     error: str = ""

@@ -111,6 +111,8 @@ class Pod:
         self._world = World()
         self._mind = Mind(self._world, told_to_stop, spent)
         self._prefix = ""  # Where the initial values are wanted.
+        self._sent = frozenset[int]()  # Who has sent its share of them.
+        self._has_sent = False
         self._said_at = -WORD_SECONDS
         self._joined = False
         self._desk: Desk | None = None
@@ -187,7 +189,8 @@ class Pod:
         now = self._clock.now()
         if self._joined or now - self._said_at < WORD_SECONDS:
             return
-        self._exchange(Word("joining", prefix=self._prefix))
+        words = self._exchange(Word("joining", prefix=self._prefix))
+        self._sent = frozenset(index for index, word in enumerate(words) if word.sent)
         self._said_at = self._clock.now()
 
     def fail(self, error: BaseException) -> None:
@@ -212,12 +215,17 @@ class Pod:
 
     def _await_initial(self, store: Store, prefix: str, senders: frozenset[int]) -> list[Payload]:
         while True:
-            found = {}
+            found, sent = {}, self._sent
             for entry in store.list(f"{prefix}/part."):
                 _, process, digest = entry.key.rsplit(".", 2)
                 found[int(process)] = Payload(entry.key, entry.size, digest)
             if senders <= found.keys():
                 return [found[process] for process in sorted(senders)]
+            if lost := sorted((senders & sent) - found.keys()):
+                raise UsageError(
+                    f"Process {lost[0]} of this node has sent its share of the initial values, "
+                    f"which is not in {store.url}. Every process of a pod has to reach one mailbox."
+                )
             if self._mind.stop or self._mind.broken:
                 raise StoreUnavailable("The pod was stopped before its initial values were here.")
             self._clock.sleep(self._poll_seconds / 4)
@@ -281,7 +289,7 @@ class Pod:
         sender = Worker("create", self._failed)
         try:
             while True:
-                word = self._exchange(Word())[0]
+                word = self._exchange(Word(sent=self._has_sent))[0]
                 check_stop()
                 if word.kind == "failed":
                     self._mind.broken = True
@@ -339,6 +347,7 @@ class Pod:
             mine = {name: first_copies(leaf) for name, leaf in self._leaves.items()}
             if any(self._world.index in pieces.senders for pieces in mine.values()):
                 self._send_initial(store, self._prefix, mine)
+            self._has_sent = True
         except Exception as error:
             self._failed(error)
 
