@@ -24,7 +24,7 @@ from jdiloco.runtime.schema import Schema
 from jdiloco.testing import oracle
 from tests.algo.support import distance, length
 from tests.algo.test_sharded import on_eight_devices
-from tests.session.nodes import lock_step, memory, session, together
+from tests.session.nodes import Meeting, lock_step, memory, session, together
 from tests.session.test_step import no_compilation
 
 LEARNERS = 4
@@ -76,7 +76,7 @@ def by_spmd(algorithm, dtype, **where):
 
 def by_nodes(algorithm, dtype):
     """Four sessions on one mailbox, in lock step; the first creates the run."""
-    store = memory()
+    store, meet = memory(), Meeting(LEARNERS)
     spans = rounds_of(algorithm)
     data = steps_of_all(dtype, spans[-1][1])
     add = jax.jit(lambda params, batch: walk(params, (), batch)[0])
@@ -85,6 +85,7 @@ def by_nodes(algorithm, dtype):
         params = jax.tree.map(jnp.asarray, initial(dtype))
         with session(params, algorithm, store, f"n{learner}", leave_with_run=True) as s:
             params = s.params
+            meet(s)
             for step in range(spans[-1][1]):
                 params = add(params, {k: x[learner, step] for k, x in data.items()})
                 params = s.step(params, samples=SAMPLES[learner])

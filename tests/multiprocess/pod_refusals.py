@@ -100,6 +100,7 @@ def main(folder: Path, port: str, process: int) -> None:
     auto = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     module.kernel = nnx.Param(jax.device_put(module.kernel[...], NamedSharding(auto, P(None, "a"))))
+    assert module.bias is not None
     module.bias = nnx.Param(jax.device_put(module.bias[...], NamedSharding(auto, P("a"))))
     by = jdiloco.DiLoCo(overlap_steps=0, alignment=jdiloco.blend(0.5), **settings)
     with session(module, by, node_id="m", mailbox=folder / "module") as s:

@@ -615,8 +615,16 @@ FAULTS: list[Any] = [
 ]
 
 
+MANY_SEEDS = 40
+"""From so many on a fault is looked for in the long set."""
+
+ROWS = [
+    pytest.param(*row, marks=[pytest.mark.long] if row[2] >= MANY_SEEDS else []) for row in FAULTS
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "runs", "seeds", "names"), FAULTS, ids=lambda v: getattr(v, "__name__", None)
+    ("fault", "runs", "seeds", "names"), ROWS, ids=lambda v: getattr(v, "__name__", None)
 )
 def test_a_planted_fault_is_found(fault, runs, seeds, names, monkeypatch):
     fault(monkeypatch)

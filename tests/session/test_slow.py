@@ -128,8 +128,7 @@ def test_checkpoints_more_often_than_grace_windows_do_not_hold_up_rounds():
     mailbox, meet, seen = memory(), Meeting(2), Recorder()
 
     def node(name: str, late: float):
-        mine = (seen,) if name == "a" else ()
-        with session(vector(1.0), settings, mailbox, name, callbacks=mine) as s:
+        with session(vector(1.0), settings, mailbox, name, callbacks=(seen,)) as s:
             params = s.params
             meet(s)
             while len(records(mailbox)) < 20:
