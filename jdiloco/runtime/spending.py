@@ -16,8 +16,8 @@ from jdiloco.runtime.inspect import Stock
 from jdiloco.store.base import Store
 from jdiloco.types import Spent
 
-PRICES = "S3 Standard in us-east-1, as of March 2026 (https://aws.amazon.com/s3/pricing)"
-"""Where the figures below are from, in US dollars. Other regions and clouds differ."""
+PRICES = "list prices of S3 Standard in us-east-1 (https://aws.amazon.com/s3/pricing)"
+"""What the figures below are, in US dollars. They change, and other regions and clouds differ."""
 WRITE = 0.005 / 1000  # PUT and LIST.
 READ = 0.0004 / 1000  # GET. Deleting is free.
 STORED = 0.023 / 10**9  # A byte for a month.
