@@ -45,7 +45,7 @@ def read_run_key(
         if not environment[name].strip():
             raise UsageError(f"{name} is set to nothing: unset it, for a run without a key.")
     if KEY in given:
-        return RunKey(environment[KEY].strip().encode(errors="surrogateescape"))
+        return _from_bytes(environment[KEY].encode(errors="surrogateescape"))
     return _from_file(Path(environment[KEY_FILE]), KEY_FILE) if given else None
 
 
@@ -53,18 +53,23 @@ def _from_file(path: Path, named_by: str) -> RunKey:
     try:
         with path.expanduser().open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = file.read().strip()
-    except OSError as error:
+            secret = file.read()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, no such path
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise UsageError(
-            f"The run key in `{path}`, which {named_by} names, cannot be read: "
-            f"{error.strerror or error}."
+            f"The run key in `{path}`, which {named_by} names, cannot be read: {why}."
         ) from error
     if os.name == "posix" and mode & 0o077:
         warnings.warn(
             f"Others on this machine may read the run key in `{path}`: `chmod 600 {path}`.",
             stacklevel=4,
         )
-    return RunKey(secret)
+    return _from_bytes(secret)
+
+
+def _from_bytes(text: bytes) -> RunKey:
+    """The same key wherever its text stood: text would lose white space that bytes keep."""
+    return RunKey(text.strip())
 
 
 def signed(store: Store, key: RunKey | None, told: Told = lambda name, because: None) -> Store:

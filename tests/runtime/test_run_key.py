@@ -35,6 +35,21 @@ def test_a_key_stands_in_the_environment_or_in_a_file_or_nowhere(file):
     assert same(read_run_key(file, {}), TEXT)
 
 
+@pytest.mark.parametrize("space", ["\u00a0", "\x1c", "\u2003"])
+def test_the_same_text_is_the_same_key_in_the_environment_and_in_a_file(file, space):
+    """White space that only Unicode knows belongs to the key in both, or nodes would not meet."""
+    text = f"{space}{TEXT}{space}"
+    file.write_bytes(f"{text}\n".encode())
+    assert same(read_run_key(file, {}), text)
+    assert same(read_run_key(None, {run_key.KEY: f"{text}\n"}), text)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/key", "a\0b"])
+def test_a_path_that_cannot_be_is_told_as_a_file_that_cannot_be_read(path):
+    with pytest.raises(UsageError, match="which `key_file` names, cannot be read"):
+        read_run_key(path, {})
+
+
 def test_an_argument_beats_the_environment(file):
     assert same(read_run_key(file, {run_key.KEY: OTHER}), TEXT)
 
