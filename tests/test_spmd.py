@@ -403,6 +403,7 @@ def test_settings_that_lock_step_cannot_have_are_refused(settings, message):
         begun(jdiloco.DiLoCo(sync_every=4, fragments=2, outer_momentum=0.5, **settings))
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_learners_along_a_mesh_axis_give_what_they_give_on_one_device():
     """One or two learners a device, automatic and explicit axes, a model sharded over another.

@@ -2,8 +2,8 @@
 
 A key is text that nobody can guess, `openssl rand -hex 32`, the same on every node: in the file
 that `key_file` names or, without that, in `JDILOCO_RUN_KEY` or in the file that
-`JDILOCO_RUN_KEY_FILE` names. White space around it does not count. What it protects from stands in
-`docs/who-may-write.md`.
+`JDILOCO_RUN_KEY_FILE` names. ASCII white space around it does not count. What it protects from
+stands in `docs/who-may-write.md`.
 """
 
 from __future__ import annotations

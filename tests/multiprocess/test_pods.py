@@ -190,6 +190,7 @@ def test_two_pods_and_a_plain_node_train_one_model(nodes, key, precision, monkey
     assert {stretch.how for stretch in report.rounds} <= {"recomputed", "chained", "void"}
 
 
+@pytest.mark.long
 def test_a_pod_and_a_plain_node_that_see_the_same_data_come_to_the_same_values(tmp_path):
     """Each alone in a run of its own, and every round waited for."""
     run = {**RUN, "overlap_steps": 0}
