@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -367,8 +368,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object that says no name twice, of names that can be written again."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise FormatError(f"The header says {_short(twice)} twice.")
     "".join(found).encode()  # Refuses halves of surrogate pairs: a ValueError, as in `_parse`.
     return found
