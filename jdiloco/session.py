@@ -129,7 +129,6 @@ class Session:
         clock: Clock | None = None,
     ) -> None:
         check_arguments(algorithm, mailbox, callbacks)
-        check_model(role, params)
         self._settings = Settings(
             algorithm=algorithm,
             mailbox=mailbox,
@@ -142,6 +141,7 @@ class Session:
             leave_with_run=leave_with_run,
             clock=clock or Clock(),
         )
+        check_model(self._settings, params)
         self._params = params
         self._holder = _holder({} if params is None else params)
         self._in_place = not isinstance(self._holder, TreeHolder)

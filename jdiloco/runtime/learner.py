@@ -460,15 +460,10 @@ class Learner:
         if news.rejected not in TELLING - self._warned_rejected:
             return
         self._warned_rejected.add(news.rejected)
-        self.emit(
-            events.Warned(
-                node=self._state.life.node,
-                message=(
-                    f"Round {news.round} rejected this node's contribution as {news.rejected}. As "
-                    "long as that goes on nothing it trains is merged: look at its loss and at "
-                    "what it passes as `samples` and `steps`."
-                ),
-            )
+        self._warn(
+            f"Round {news.round} rejected this node's contribution as {news.rejected}. As "
+            "long as that goes on nothing it trains is merged: look at its loss and at "
+            "what it passes as `samples` and `steps`."
         )
 
     def _warn_if_nobody_closes(self, *, since: float) -> None:
@@ -482,16 +477,11 @@ class Learner:
         self._warned_stuck = True
         alive = (life.node for life in state.verdict.live if life != self._state.life)
         others = ", ".join(sorted(alive)) or "nobody"
-        self.emit(
-            events.Warned(
-                node=self._state.life.node,
-                message=(
-                    f"Training has waited for a commit for {patience:.0f} s; a closer that died "
-                    f"would have been replaced by now. Alive beside this node: {others}. "
-                    "If none of them closes rounds, start a node whose role is not 'learner'; "
-                    "else the rounds need a larger `lease_seconds` or a smaller `quorum_size`."
-                ),
-            )
+        self._warn(
+            f"Training has waited for a commit for {patience:.0f} s; a closer that died "
+            f"would have been replaced by now. Alive beside this node: {others}. "
+            "If none of them closes rounds, start a node whose role is not 'learner'; "
+            "else the rounds need a larger `lease_seconds` or a smaller `quorum_size`."
         )
 
     def _warn_unchanged(self, snapshot: Snapshot) -> None:
@@ -502,16 +492,11 @@ class Learner:
         if self._unchanged < len(self._names):
             return
         self._unchanged = -1
-        self.emit(
-            events.Warned(
-                node=self._state.life.node,
-                message=(
-                    f"No parameter of any fragment changed in the last "
-                    f"{snapshot.counters.steps} steps. Pass what the step returned to "
-                    "`session.step`; a program that trains a split NNX state opens the session "
-                    "with that state and passes it."
-                ),
-            )
+        self._warn(
+            f"No parameter of any fragment changed in the last "
+            f"{snapshot.counters.steps} steps. Pass what the step returned to "
+            "`session.step`; a program that trains a split NNX state opens the session "
+            "with that state and passes it."
         )
 
     def _head(self, snapshot: Snapshot) -> ContributionHead:
@@ -574,6 +559,9 @@ class Learner:
     def emit(self, event: events.Event) -> None:
         """Hands an event to the callbacks."""
         self._node.emit(event)
+
+    def _warn(self, message: str) -> None:
+        self.emit(events.Warned(node=self._state.life.node, message=message))
 
     # Leaving
 

@@ -182,6 +182,10 @@ class Node:
         """Hands an event to every callback: see `hand_out`."""
         hand_out(event, self._callbacks)
 
+    def warn(self, message: str) -> None:
+        """Tells of something that its user may want to change."""
+        self.emit(events.Warned(node=self.place.life.node, message=message))
+
     def tell(self, event: events.Event) -> None:
         """The same, on a thread of its own: a callback may be slow, and beats must not wait."""
         self._workers["tell"].submit(lambda: self.emit(event))
@@ -275,7 +279,7 @@ class Node:
             except StoreUnavailable:
                 answer = failed()
             except FormatError as error:
-                self.emit(events.Warned(node=self.place.life.node, message=str(error)))
+                self.warn(str(error))
                 answer = failed()
             except Exception:
                 logger.exception("a request failed in a way nobody foresaw")
@@ -436,7 +440,7 @@ class Node:
             except Replaced:
                 return merged(replaced=True)
             except OutOfRange as error:
-                self.emit(events.Warned(node=self.place.life.node, message=str(error)))
+                self.warn(str(error))
                 return merged(culprit=self._closer.furthest(effect))
             except (JDilocoError, MemoryError) as error:
                 return merged(error=f"{type(error).__name__}: {error}")
@@ -490,8 +494,7 @@ class Node:
         try:
             return self._held.updated(record)
         except FormatError as error:
-            message = f"{error} The whole anchor is read instead."
-            self.emit(events.Warned(node=self.place.life.node, message=message))
+            self.warn(f"{error} The whole anchor is read instead.")
             return None
 
     def _library(self) -> Library:

@@ -20,6 +20,7 @@ import numpy as np
 from jdiloco.algo.paths import path_parts
 from jdiloco.errors import SchemaMismatch, UsageError
 from jdiloco.runtime.parameters import placed
+from jdiloco.runtime.schema import listed
 
 PLAIN = (bool, int, float, str, bytes)
 SHOWN = 20
@@ -147,11 +148,9 @@ def _check(what: str, found: Packed, examples: Mapping[str, Any]) -> None:
         if _described(found, name) != wanted.get(name)
     ]
     if lines:
-        more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        listed = "\n".join(lines[:SHOWN])
         raise SchemaMismatch(
-            f"`{what}` was saved with other leaves than it is to be restored to:\n{listed}{more}\n"
-            "Pass the structure that was saved."
+            f"`{what}` was saved with other leaves than it is to be restored to:\n"
+            f"{listed(lines, SHOWN)}\nPass the structure that was saved."
         )
 
 

@@ -76,12 +76,16 @@ def check_same(theirs: Sequence[TensorSpec], mine: Sequence[TensorSpec], who: st
         if _described(there.get(name)) != _described(here.get(name))
     ]
     if lines:
-        more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        listed = "\n".join(lines[:SHOWN])
         raise SchemaMismatch(
-            f"{who} trains another model:\n{listed}{more}\n"
+            f"{who} trains another model:\n{listed(lines, SHOWN)}\n"
             "Build the same model, or use another mailbox for another run."
         )
+
+
+def listed(lines: Sequence[str], shown: int) -> str:
+    """The first so many of some lines, and how many more there are."""
+    more = [f"  and {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n".join([*lines[:shown], *more])
 
 
 def _described(spec: TensorSpec | None) -> str:

@@ -84,10 +84,10 @@ def check_arguments(algorithm: Any, mailbox: Any, callbacks: Iterable[Any]) -> N
         )
 
 
-def check_model(role: str, params: Any) -> None:
+def check_model(settings: Settings, params: Any) -> None:
     """A node that trains has something to train."""
-    if params is None and role in ROLES and trains(role):
+    if params is None and settings.trains:
         raise UsageError(
-            f"`params` is None, and a node of role {role!r} trains. Pass the parameters or the "
-            "module, or use role='syncer' for a node that only closes rounds."
+            f"`params` is None, and a node of role {settings.role!r} trains. Pass the parameters "
+            "or the module, or use role='syncer' for a node that only closes rounds."
         )

@@ -297,7 +297,7 @@ class Work(SharedWork):
             f"What this node trained last of {counter.desk.pool.name!r} could not be published, "
             "and will be trained again by whoever goes on with it."
         )
-        self._node.emit(events.Warned(node=self._node.place.life.node, message=message))
+        self._node.warn(message)
 
     def _rest(self, params: Any, until: Callable[[], bool], go_on: Callable[[], None]) -> Any:
         return self._learner.rest(
