@@ -5,6 +5,7 @@
     precision      in how many bits commits are sent and kept
     schema         the tensors of a model and the fragment plan
     parameters     where a user's tensors are, by name
+    pieces         what one process holds of a tensor that others hold parts of
     backends       what depends on the kind of device: where anchors live, how deltas leave
     messages       safetensors, read without believing a header
     contributions  a delta as an object, and the checks it must pass

@@ -48,7 +48,7 @@ from jdiloco.algo.outer import MOMENTA
 from jdiloco.errors import FormatError, UsageError
 from jdiloco.protocol.records import Checkpoint, Payload, seal
 from jdiloco.runtime import messages, trees
-from jdiloco.runtime.pods.pieces import Box
+from jdiloco.runtime.pieces import Box
 from jdiloco.runtime.precision import FULL, Precision
 from jdiloco.runtime.trees import Place
 from jdiloco.store.arguments import is_part

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jdiloco.protocol.records import RoundRecord
-from jdiloco.runtime.pods.pieces import Pieces
+from jdiloco.runtime.pieces import Pieces
 
 Values = Mapping[str, np.ndarray | Pieces]
 """Tensors by path name, on the host: whole ones, or what a process of a pod holds of them."""

@@ -15,8 +15,8 @@ from jax.sharding import Sharding
 
 from jdiloco.algo.paths import named_leaves
 from jdiloco.errors import UsageError
-from jdiloco.runtime.pods import pieces
-from jdiloco.runtime.pods.pieces import Pieces
+from jdiloco.runtime import pieces
+from jdiloco.runtime.pieces import Pieces
 from jdiloco.types import TensorSpec
 
 

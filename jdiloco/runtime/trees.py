@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jdiloco.runtime.pods.pieces import Box
+from jdiloco.runtime.pieces import Box
 from jdiloco.types import TensorSpec
 
 FILE_BYTES = 256 * 2**20

@@ -17,7 +17,7 @@ from jdiloco.algo import wire
 from jdiloco.algo.wire import SMALL, Small
 from jdiloco.runtime import messages
 from jdiloco.runtime.backends import on_host
-from jdiloco.runtime.pods.pieces import Pieces
+from jdiloco.runtime.pieces import Pieces
 from jdiloco.types import TensorSpec
 
 Tensors = Mapping[str, np.ndarray]

@@ -16,9 +16,9 @@ from jdiloco.protocol.keys import Keys, PartKey
 from jdiloco.protocol.records import Payload
 from jdiloco.runtime import messages, payloads
 from jdiloco.runtime.messages import CHUNK_BYTES
+from jdiloco.runtime.pieces import Box, Pieces, slices_of
 from jdiloco.runtime.pods import parts, ranges
 from jdiloco.runtime.pods.parts import Misfit
-from jdiloco.runtime.pods.pieces import Box, Pieces, slices_of
 from jdiloco.store import MemoryStore
 from jdiloco.types import TensorSpec
 

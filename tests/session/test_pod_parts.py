@@ -22,8 +22,8 @@ from jdiloco.protocol.records import (
 )
 from jdiloco.runtime import contributions, messages
 from jdiloco.runtime.gc import collect
+from jdiloco.runtime.pieces import Box, Pieces
 from jdiloco.runtime.pods import parts
-from jdiloco.runtime.pods.pieces import Box, Pieces
 from jdiloco.runtime.verify import verify
 from jdiloco.store import MemoryStore
 from jdiloco.types import Counters

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jdiloco.runtime import pieces
 from jdiloco.runtime.parameters import placed
-from jdiloco.runtime.pods import pieces
-from jdiloco.runtime.pods.pieces import Pieces
+from jdiloco.runtime.pieces import Pieces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
     world     one small gather, the only collective
     inbox     what a learner hears: the same in every process, at the same step
-    pieces    what a process holds of a tensor
     parts     a contribution as a head and a part from each process
     desk      parts on their way out
     ranges    a process's share of a payload, read without reading the payload

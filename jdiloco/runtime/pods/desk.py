@@ -17,8 +17,8 @@ from jdiloco.errors import StoreUnavailable
 from jdiloco.protocol.keys import Keys
 from jdiloco.protocol.records import ContributionHead, Payload
 from jdiloco.runtime import contributions
+from jdiloco.runtime.pieces import Pieces
 from jdiloco.runtime.pods import parts
-from jdiloco.runtime.pods.pieces import Pieces
 from jdiloco.runtime.workers import Worker
 from jdiloco.store.base import Buffer, Store
 from jdiloco.store.settle import create_owned

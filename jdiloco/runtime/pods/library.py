@@ -20,8 +20,8 @@ from jdiloco.errors import FormatError
 from jdiloco.protocol.records import Checkpoint, RoundRecord
 from jdiloco.runtime import checkpoints
 from jdiloco.runtime.payloads import Patient, read_anchor
+from jdiloco.runtime.pieces import Box, Pieces, boxes_here, cut
 from jdiloco.runtime.pods import ranges
-from jdiloco.runtime.pods.pieces import Box, Pieces, boxes_here, cut
 from jdiloco.runtime.pods.ranges import Compressed
 from jdiloco.runtime.schema import Schema
 from jdiloco.store.base import Store

@@ -22,7 +22,7 @@ from jdiloco.protocol.keys import Keys, PartKey
 from jdiloco.protocol.records import Payload, sha256
 from jdiloco.runtime import messages
 from jdiloco.runtime.messages import HEADER_BYTES_MAX
-from jdiloco.runtime.pods.pieces import Box, Pieces, slices_of
+from jdiloco.runtime.pieces import Box, Pieces, slices_of
 from jdiloco.store.base import Buffer
 from jdiloco.types import TensorSpec
 

@@ -39,13 +39,13 @@ from jdiloco.runtime.inspect import manifest_of
 from jdiloco.runtime.joining import BULK_WAITS, Performer, initial_state
 from jdiloco.runtime.node import Node
 from jdiloco.runtime.parameters import Holder
+from jdiloco.runtime.pieces import Pieces, check_spread, first_copies
 from jdiloco.runtime.place import Place, PodHead
 from jdiloco.runtime.pods import parts
 from jdiloco.runtime.pods.desk import Desk
 from jdiloco.runtime.pods.follower import FollowerNode
 from jdiloco.runtime.pods.inbox import Mind, Placed, Row, SharedInbox, Word, raised
 from jdiloco.runtime.pods.library import Share, ShareLibrary
-from jdiloco.runtime.pods.pieces import Pieces, check_spread, first_copies
 from jdiloco.runtime.pods.world import World
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.workers import Worker

@@ -19,7 +19,7 @@ from jdiloco.errors import FormatError
 from jdiloco.protocol.records import Payload, sha256
 from jdiloco.runtime import messages
 from jdiloco.runtime.messages import CHUNK_BYTES, Header
-from jdiloco.runtime.pods.pieces import Box
+from jdiloco.runtime.pieces import Box
 from jdiloco.store.base import Store
 from jdiloco.types import TensorSpec
 

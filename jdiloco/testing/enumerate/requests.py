@@ -16,6 +16,7 @@ from jdiloco.testing.enumerate.box import Box, Boxes, committed
 from jdiloco.testing.enumerate.inside import NOW
 from jdiloco.testing.enumerate.place import Sent
 from jdiloco.testing.enumerate.values import Values
+from jdiloco.testing.simulate.values import weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _verdict(box: Box, state: MemberState, effect: fx.Examine) -> fx.Examined:
     data = box.get(name)
     delta = values.examined(name, data, effect.key, keys, effect.fragment, effect.version)
     digest = sha256(data or b"")
-    return fx.Examined(NOW, effect.key, delta.head, values.weight(delta.head), digest)
+    return fx.Examined(NOW, effect.key, delta.head, weight(delta.head), digest)
 
 
 def _merge(boxes: Boxes, box: Box, state: MemberState, effect: fx.Merge) -> Answers:

@@ -16,7 +16,8 @@ from jdiloco.protocol.records import (
     sha256,
     unseal,
 )
-from jdiloco.runtime.contributions import Contribution, Rejection, check
+from jdiloco.runtime.contributions import Rejection
+from jdiloco.testing.simulate.values import check_fit
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -86,12 +87,5 @@ def examined(
         delta = read_delta(name, data)
     except FormatError as error:
         raise Rejection("corrupt") from error
-    found = Contribution(delta.head, {}, "")
-    check(found, key, keys, (), fragment=fragment, version=version, delta_dtype=None)
-    if not delta.finite:
-        raise Rejection("nonfinite")
+    check_fit(delta.head, key, keys, fragment, version, finite=delta.finite)
     return delta
-
-
-def weight(head: ContributionHead) -> float:
-    return head.counters.samples**2 / head.counters.steps

@@ -142,11 +142,24 @@ def examined(
         delta = unseal(name, data, Delta)
     except FormatError as error:
         raise Rejection("corrupt") from error
-    found = Contribution(delta.head, {}, "")
-    check(found, key, keys, (), fragment=fragment, version=version, delta_dtype=None)
-    if not delta.finite:
-        raise Rejection("nonfinite")
+    check_fit(delta.head, key, keys, fragment, version, finite=delta.finite)
     return delta
+
+
+def check_fit(
+    head: ContributionHead,
+    key: ContributionKey,
+    keys: Keys,
+    fragment: int,
+    version: int,
+    *,
+    finite: bool,
+) -> None:
+    """The runtime's own checks of what was read under `key`. Raises Rejection."""
+    found = Contribution(head, {}, "")
+    check(found, key, keys, (), fragment=fragment, version=version, delta_dtype=None)
+    if not finite:
+        raise Rejection("nonfinite")
 
 
 __all__ = [
@@ -155,6 +168,7 @@ __all__ = [
     "Span",
     "Trained",
     "Values",
+    "check_fit",
     "cosine",
     "decode",
     "encode",
