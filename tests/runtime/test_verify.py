@@ -31,7 +31,15 @@ from jdiloco.runtime.verify import Report, verify
 from jdiloco.runtime.verify.chain import Walk
 from jdiloco.store import FolderStore, MemoryStore
 from jdiloco.testing.simulate import simulate
-from tests.session.nodes import Recorder, algorithm, memory, node_of, session, together
+from tests.session.nodes import (
+    Recorder,
+    algorithm,
+    memory,
+    node_of,
+    session,
+    together,
+    wait_until,
+)
 
 from .mailboxes import (
     Objects,
@@ -162,11 +170,10 @@ def test_progress_is_told(rda):
 
 def test_a_run_may_go_on_while_it_is_verified():
     """Objects are swept and added between the listing and the reading, and none is missed."""
-    store, reports = memory(), []
+    store, reports, seen = memory(), [], Recorder()
     settings = algorithm(fragments=2, sync_every=2, checkpoint_every=1, overlap_steps=0)
 
     def train() -> None:
-        seen = Recorder()
         with session(mixed_model(), settings, store, "a", callbacks=(seen,)) as s:
             train_until(s, lambda: len(reports) >= 12, 0.01)
 
@@ -174,10 +181,26 @@ def test_a_run_may_go_on_while_it_is_verified():
         while len(reports) < 12:
             with contextlib.suppress(UsageError):  # The run is not there yet.
                 reports.append(verify(store))
+                rounds = 2 * len(reports)  # Or twelve looks might be over before the first round.
+                wait_until(lambda rounds=rounds: len(seen.of(events.Committed)) >= rounds)
 
     together(train, look)
     assert [report.findings for report in reports] == [()] * 12
     assert rounds_of(reports[-1]) > rounds_of(reports[0]) + 12
+
+
+def test_a_run_that_begins_between_two_looks_has_lost_no_manifest(rda, monkeypatch):
+    """Its beats come after its manifest; the first look came before both."""
+    store, looks = mailbox(rda), itertools.count()
+    get = store.get
+
+    def early(key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
+        first = key == MANIFEST and next(looks) == 0
+        return None if first else get(key, start=start, stop=stop)
+
+    monkeypatch.setattr(store, "get", early)
+    assert verify(store).findings == ()
+    assert next(looks) >= 2
 
 
 def rounds_of(report: Report) -> int:

@@ -69,7 +69,12 @@ def verify(
     store = patient(open_mailbox(mailbox, key_file), WAITS, (clock or Clock()).sleep)
     data = store.get(MANIFEST)
     if data is None:
-        return _without_manifest(store)
+        report = _without_manifest(store)
+        data = store.get(
+            MANIFEST
+        )  # What was found may be of a run that began after the first look.
+        if data is None:
+            return report
     if not is_sealed(MANIFEST, data):
         return _unreadable(store, f"holds {len(data)} bytes that do not match their digest")
     manifest = manifest_of(store, data)
