@@ -2,35 +2,42 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -e
 WORKERS ?= 2
 
 .PHONY: demo test test-long bench lint clean
 
-demo: $(STAMP)
+demo: $(VENV)/.demo
 	$(BIN)/jdiloco demo
 
-test: $(STAMP)
+test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
 
-test-long: $(STAMP)
+test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "long"
 
-bench: $(STAMP)
+bench: $(VENV)/.test
 	$(BIN)/python -m tests.bench_close
 
-lint: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[demo,test,lint]'
+lint: $(VENV)/.test
+	$(INSTALL) '.[demo,test,lint]'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 # Made again when the dependencies change or the interpreter does.
-$(STAMP): pyproject.toml
+$(VENV)/.made: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jdiloco needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,test]'
-	touch $(STAMP)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.made
+	$(INSTALL) '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.made
+	$(INSTALL) '.[demo,test]'
+	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs/demo
