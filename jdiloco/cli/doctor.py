@@ -248,7 +248,7 @@ class _Probes:
         if written is None:
             return "the store has none"
         ahead = (written - datetime.datetime.now(datetime.UTC)).total_seconds()
-        return f"the store's is {ahead:+.1f} s from this machine's; nothing depends on it"
+        return f"the store's is {ahead:+z.1f} s from this machine's; nothing depends on it"
 
     def _timed(self, step: Callable[[], object]) -> float:
         began = self._clock.now()

@@ -9,6 +9,8 @@ import msgspec
 import typer
 
 from jdiloco.runtime.gc import Collected, collect
+from jdiloco.runtime.inspect import find_run
+from jdiloco.runtime.run_key import open_mailbox
 
 NAMES = {
     "creating": "beats of nodes that wanted to create the run",
@@ -25,6 +27,7 @@ def run_gc(
 ) -> int:
     """The command. Returns the exit code."""
     if not once:
+        find_run(open_mailbox(mailbox, key_file))  # Or there is nothing to watch.
         typer.echo("Watching the beats to see who is gone; `--once` does without.", err=True)
     found = collect(mailbox, dry_run=dry_run, once=once, key_file=key_file)
     if as_json:

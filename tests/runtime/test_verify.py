@@ -353,6 +353,8 @@ def test_a_mailbox_without_its_manifest_is_damaged_and_an_empty_one_is_no_run(rd
     assert "is missing" in finding.what
     with pytest.raises(UsageError, match="it is empty"):
         verify(memory())
+    with pytest.raises(UsageError, match="no `manifest`"):
+        verify(mailbox({"program/log/monday.txt": b"", "program/log/0000000/1.txt": b""}))
 
 
 def test_a_newer_format_is_refused_and_not_called_damage(rda):

@@ -70,10 +70,8 @@ def verify(
     data = store.get(MANIFEST)
     if data is None:
         report = _without_manifest(store)
-        data = store.get(
-            MANIFEST
-        )  # What was found may be of a run that began after the first look.
-        if data is None:
+        data = store.get(MANIFEST)
+        if data is None:  # What was found may be of a run that began after the first look.
             return report
     if not is_sealed(MANIFEST, data):
         return _unreadable(store, f"holds {len(data)} bytes that do not match their digest")
@@ -100,8 +98,8 @@ def _without_manifest(store: Store) -> Report:
     if because := forged_as(store, MANIFEST):
         return _unreadable(store, because)
     keys = [entry.key for entry in store.list("")]
-    logged = [key for key in keys if key.split("/")[1:2] == ["log"]]  # Deeper: another mailbox.
-    if not logged:
+    logged = [key for key in keys if Keys(key.partition("/")[0]).parse(key) is not None]
+    if not logged:  # What lies deeper is another mailbox, and a program may call its folder `log`.
         raise no_run(store)
     return _unreadable(store, f"is missing, and yet there is {logged[0]}")
 

@@ -1,0 +1,5 @@
+"""`python -m jdiloco` is the `jdiloco` command."""
+
+from jdiloco.cli import main
+
+main()
