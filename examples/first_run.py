@@ -5,6 +5,8 @@ You should see one line for each event, and at the end the same small loss from 
     loss of the run's newest values: 0.0000
 """
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -32,7 +34,8 @@ with jdiloco.Session(
     params, algorithm, mailbox="runs/first", poll_interval=0.1, leave_with_run=True
 ) as session:
     params, opt_state = session.params, optimizer.init(params)
-    for key in jax.random.split(jax.random.key(hash(session.node_id)), 1000):
+    seed = zlib.crc32(session.node_id.encode())  # Each node draws data of its own.
+    for key in jax.random.split(jax.random.key(seed), 1000):
         params, opt_state = train_step(params, opt_state, key)
         params = session.step(params, samples=32)
 held_out = jax.random.normal(jax.random.key(0), (512, 8))

@@ -33,8 +33,8 @@ class DiLoCo:
     """How a run trains. Two nodes of one run must agree on every field; the manifest holds them.
 
     Decoupled DiLoCo is the default. Standard DiLoCo is `fragments=1, in_flight=1, overlap_steps=0,
-    follow=0, merge=weighted_mean()` with `quorum_size` the number of nodes. Local SGD is
-    `outer_lr=1, outer_momentum=0, merge=weighted_mean()`: each commit is then the weighted average
+    follow=0, merge=weighted_mean()` with `quorum_size` the number of nodes. With
+    `outer_lr=1, outer_momentum=0` besides it is Local SGD: each commit is then the weighted average
     of the learners' parameters.
 
     Settings:
