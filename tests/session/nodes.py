@@ -29,6 +29,8 @@ from jdiloco.session import Session
 from jdiloco.store import MemoryStore, Store
 
 POLL = 0.02
+PATIENCE = 100.0
+"""Seconds after which a test gives up waiting; on a machine that is busy, minutes are nothing."""
 ROOT = Path(__file__).parents[2]
 _numbers = itertools.count()
 
@@ -67,7 +69,7 @@ class Recorder:
         with self._changed:
             return [event for event in self.events if isinstance(event, kind)]
 
-    def wait(self, kind: type, count: int = 1, seconds: float = 30.0) -> list[Any]:
+    def wait(self, kind: type, count: int = 1, seconds: float = PATIENCE) -> list[Any]:
         """The events of a kind, once there are so many."""
         with self._changed:
             enough = self._changed.wait_for(
@@ -85,7 +87,7 @@ def session(
     return Session(params, settings, mailbox, node_id=node, **quiet)
 
 
-def together(*programs: Callable[[], Any], seconds: float = 100.0) -> list[Any]:
+def together(*programs: Callable[[], Any], seconds: float = 2 * PATIENCE) -> list[Any]:
     """Runs programs at the same time and returns what each returned, or raises what one raised."""
     results: list[Any] = [None] * len(programs)
     failures: list[BaseException] = []
@@ -129,10 +131,10 @@ class Meeting:
             return {beat.node for beat in node.state.beats if beat.phase == "training"}
 
         wait_until(lambda: len(training()) == self._nodes)
-        self._barrier.wait(30)
+        self._barrier.wait(PATIENCE)
 
 
-def train_on(s: Session, params: Any = None, seconds: float = 30.0) -> None:
+def train_on(s: Session, params: Any = None, seconds: float = PATIENCE) -> None:
     """Trains nothing, step by step, until the session has something to say."""
     params = s.params if params is None else params
     deadline = time.monotonic() + seconds
@@ -157,7 +159,7 @@ def run_script(
     return done.stdout
 
 
-def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
     """Returns once `true()`."""
     deadline = time.monotonic() + seconds
     while not true():

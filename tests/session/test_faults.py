@@ -20,6 +20,7 @@ from jdiloco.session import load
 from jdiloco.testing.faults import FAIL, LOSE_ANSWER, Call, FaultyStore
 
 from .nodes import (
+    PATIENCE,
     Meeting,
     Recorder,
     algorithm,
@@ -83,7 +84,7 @@ def test_a_node_stops_on_a_store_that_has_let_another_node_replace_a_record():
             step_until(s, params, lambda: False)
 
 
-def step_until(s, params, true, seconds: float = 30.0):
+def step_until(s, params, true, seconds: float = PATIENCE):
     """Trains until `true()`; returns the parameters."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -300,7 +301,7 @@ def test_a_round_that_few_took_part_in_says_so():
 
     def hang(index: int):
         with session(vector(1.0), settings, mailbox, f"n{index}"):
-            stop.wait(30)
+            stop.wait(PATIENCE)
 
     def train():
         try:

@@ -14,6 +14,7 @@ from jdiloco.errors import UsageError
 from jdiloco.session import load
 
 from .nodes import (
+    PATIENCE,
     Recorder,
     algorithm,
     memory,
@@ -116,7 +117,7 @@ def test_a_syncer_that_comes_late_is_named_and_one_that_goes_is_replaced():
 
         helper = threading.Thread(target=close)
         helper.start()
-        assert come.wait(30)
+        assert come.wait(PATIENCE)
         train_until(a, lambda: "s" in closers(mailbox))
         go.set()
         helper.join()

@@ -34,6 +34,7 @@ from .nodes import Meeting, Recorder, lock_step, memory, session, together, vect
 
 SECRET = "9f1c a secret of this run"
 KEY = RunKey(SECRET.encode())
+ROUNDS = 20  # Under attack.
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, t
             with session(vector(1.0), lock_step(2), mailbox, name, **told) as s:
                 params = s.params
                 meet(s)
-                for _ in range(80):
+                for _ in range(4 * ROUNDS):
                     params = s.step({"w": params["w"] * 0.9 - 1}, samples=1)
                     time.sleep(0.005)
             return np.asarray(s.params["w"])
@@ -252,10 +253,11 @@ def test_a_run_with_a_key_goes_on_under_attack_as_if_there_were_none(key_file, t
     np.testing.assert_array_equal(alone, attacked)
     told = [(event.node, event.name) for event in rec.of(events.Forged)]
     assert len(told) == len(set(told)) > 10
-    assert not rec.of(events.TookOver)
+    trained = [event for event in rec.of(events.TookOver) if event.round < ROUNDS]
+    assert not trained  # The round after the last is free for whoever leaves later.
     assert not rec.of(events.Degraded)
     committed = [event for event in rec.of(events.Committed) if event.node == "ada"]
-    assert len(committed) == 20
+    assert len(committed) == ROUNDS
     assert all(event.participants == ("ada", "bob") for event in committed)
     report = verify(tmp_path / "attacked", key_file=key_file)
     assert report.findings

@@ -19,6 +19,7 @@ from jdiloco.runtime.times import Account
 from jdiloco.testing.faults import FaultyStore
 
 from .nodes import (
+    PATIENCE,
     Meeting,
     Recorder,
     algorithm,
@@ -76,7 +77,7 @@ def test_a_node_that_trains_alone_beside_living_others_shows_it():
     ):
         params = bad.params
         held = good.params
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not (bad.status.degraded and good.status.round >= 3):
             assert time.monotonic() < deadline
             params = bad.step(jax.tree.map(lambda x: x - 0.1, params), samples=1)

@@ -30,7 +30,9 @@ from jdiloco.runtime import contributions
 from jdiloco.session import Session
 from jdiloco.store import open_store
 from tests.session.nodes import (
+    PATIENCE,
     ROOT,
+    Meeting,
     Recorder,
     algorithm,
     lock_step,
@@ -69,8 +71,17 @@ def on_row(params: Any, row: int) -> tuple[Any, int]:
 class Program:
     """A node that works on the queue. `seen` are the rows it trained on, in order."""
 
-    def __init__(self, node: str, mailbox: Any, settings: Any = None, **more: Any) -> None:
+    def __init__(
+        self,
+        node: str,
+        mailbox: Any,
+        settings: Any = None,
+        *,
+        meet: Meeting | None = None,
+        **more: Any,
+    ) -> None:
         self.node = node
+        self.meet = meet
         self.mailbox = mailbox
         self.settings = settings or algorithm(keep_rounds=10_000)
         self.seen: list[int] = []
@@ -83,6 +94,8 @@ class Program:
 
     def __call__(self) -> list[int]:
         with session(zeros(), self.settings, self.mailbox, self.node, **self.more) as s:
+            if self.meet is not None:
+                self.meet(s)
             s.run(self.step, queue())
         return self.seen
 
@@ -126,9 +139,9 @@ def test_nodes_divide_a_queue_and_train_every_batch_exactly_once():
 
 def test_in_lock_step_every_batch_is_merged_exactly_once():
     """With standard DiLoCo nothing is overwritten, so what is trained is merged."""
-    store = memory()
+    store, meet = memory(), Meeting(2)  # A round that was closed before b was seen would drop b's.
     settings = lock_step(2, keep_rounds=10_000, sync_every=3, grace_seconds=None)
-    together(*(Program(node, store, settings) for node in "ab"))
+    together(*(Program(node, store, settings, meet=meet) for node in "ab"))
     assert merged_rows(store).tolist() == [1.0] * ROWS
 
 
@@ -226,7 +239,7 @@ def test_a_node_waits_for_units_that_others_hold_unless_it_is_told_not_to():
 
     def slow(params: Any, row: int) -> tuple[Any, int]:
         begun.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE)
         return on_row(params, row)
 
     def a() -> None:
@@ -234,7 +247,7 @@ def test_a_node_waits_for_units_that_others_hold_unless_it_is_told_not_to():
             s.run(slow, queue())
 
     def b() -> float:
-        begun.wait(30)
+        begun.wait(PATIENCE)
         with session(zeros(), algorithm(), store, "b", callbacks=(recorder,)) as s:
             s.run(on_row, queue(stay=False))
             first = dict(marks(store))
@@ -371,7 +384,7 @@ def test_four_nodes_with_ranks_read_disjoint_slices_whose_union_is_all():
                 params = s.params
                 for row in mine[s.position :]:
                     params = s.step(on_row(params, row % ROWS)[0], samples=1)
-                barrier.wait(30)
+                barrier.wait(PATIENCE)
             return s.rank, mine
 
         return run
@@ -396,7 +409,7 @@ def test_a_spare_node_waits_for_a_rank_and_goes_on_where_its_holder_left_it():
         return s.position
 
     def spare() -> tuple[bool, int]:
-        begun.wait(30)
+        begun.wait(PATIENCE)
         with session(zeros(), algorithm(), store, "b", ranks=1) as s:
             found = over.is_set(), s.position
         return found
@@ -453,7 +466,7 @@ def test_a_node_that_waits_takes_up_commits():
         return taken
 
     def training() -> None:
-        there.wait(30)
+        there.wait(PATIENCE)
         with session(zeros(), algorithm(outer_momentum=0.5), store, "b") as s:
             params = s.params
             for _ in range(200):
