@@ -2,41 +2,36 @@
 
 A step where nothing is due counts two integers and looks at a queue. Where a round is due it
 dispatches one jitted subtraction per fragment, compiled when the session opens, and hands the
-result to a library thread, which waits for it.
-
-Two rules keep the user's arrays the user's: anchors and aligned leaves are copies, never the same
-buffer; and an aligned leaf copies dtype, sharding and committedness of the leaf it replaces in that
-same call, so the user's step does not compile again. Anchors lie where the node's backend says.
+result to a library thread, which waits for it. What it subtracts from and aligns with is held in
+`anchors`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from jdiloco import events
-from jdiloco.algo.merges import subtracted
 from jdiloco.protocol import learner as machine
 from jdiloco.protocol import resuming, waste
-from jdiloco.protocol.alignment import Overwrite, kind, needs_snapshot
+from jdiloco.protocol.alignment import Overwrite, kind
 from jdiloco.protocol.fragment import has_snapshot
 from jdiloco.protocol.learner import Align, Drop, News, Revert, Snapshot
 from jdiloco.protocol.records import ContributionHead, Covered
 from jdiloco.protocol.resuming import Private
 from jdiloco.protocol.waste import Waste
-from jdiloco.runtime import alignment, messages, wire
-from jdiloco.runtime.alignment import Leaves
+from jdiloco.runtime import messages, wire
+from jdiloco.runtime.anchors import Anchors
 from jdiloco.runtime.backends import Backend
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inbox import NEVER, Inbox
 from jdiloco.runtime.news import Commit, Followed, Halt, Paused, Resumed, ToLearner, Values
 from jdiloco.runtime.node import Node
-from jdiloco.runtime.parameters import Holder, computable, placed, sendable
+from jdiloco.runtime.parameters import Holder, sendable
 from jdiloco.runtime.pods.follower import FollowerNode
 from jdiloco.runtime.private import Kept
 from jdiloco.runtime.standing import much_dropped
@@ -88,11 +83,17 @@ class Learner:
         self._inbox = Inbox(node.to_learner) if inbox is None else inbox
         self._holder = holder
         self._clock = clock
-        self._backend = backend
         self._check_stop = check_stop
         self._names = place.schema.plan
         self._wire = place.algorithm.delta_dtype
-        self._subtracted_as = wire.subtracted_as(self._wire)
+        self._anchors = Anchors(
+            self._names,
+            holder,
+            backend,
+            place.algorithm.alignment,
+            values,
+            dtype=wire.subtracted_as(self._wire),
+        )
         self._state = machine.joined(
             place.life,
             place.algorithm.rules(),
@@ -104,11 +105,6 @@ class Learner:
         self._lost: tuple[Drop, ...] = ()
         if saved is not None:
             self._go_on_from(saved.private)
-        self._alignment = place.algorithm.alignment
-        self._anchors: list[Leaves] = []
-        # The parameters at each fragment's newest snapshot, where aligning may ask for them.
-        self._snapshots: list[Leaves] = [()] * len(self._names)
-        self._values = dict(values)  # The newest committed, on the host.
         self._steps = 0  # Since the machine last heard of them.
         self._samples = 0
         self._due = NEVER
@@ -165,31 +161,17 @@ class Learner:
     def open(self, params: Any) -> Any:
         """Gives the parameters the run's newest values, and compiles what rounds will need."""
         for index in range(len(self._names)):
-            self._anchors.append(())
-            params = self._take_up(params, index)
-            leaves = tuple(map(_on_device, self._holder.get(params, self._names[index])))
-            delta = _subtracted(self._anchors[index], leaves, dtype=self._subtracted_as)
-            jax.block_until_ready(delta)
-            alignment.prepare(self._alignment, leaves, self._anchors[index])
+            if self._saved is None:
+                params = self._anchors.replace(params, index)
+            else:
+                self._anchors.take_up(params, index, self._saved.then)
+            self._anchors.prepare(params, index)
         self._send_again()
         self._saved = None
         self._perform(params, self._lost, {})
         self._plan()
         self._tell("training")
         self._node.wake()
-        return params
-
-    def _take_up(self, params: Any, index: int) -> Any:
-        """The run's newest values of a fragment, or the parameters as they were saved."""
-        if self._saved is None:
-            return self._replace(params, index)
-        names = self._names[index]
-        leaves = self._holder.get(params, names)
-        self._anchors[index] = self._anchored(names, leaves)
-        then = self._saved.then
-        if all(name in then for name in names):
-            pairs = zip(names, leaves, strict=True)
-            self._snapshots[index] = tuple(placed(then[name], leaf) for name, leaf in pairs)
         return params
 
     def _send_again(self) -> None:
@@ -205,11 +187,6 @@ class Learner:
         self._settle_steps()
         self._plan()
         sent = self._node.unread(item.round for item in machine.outstanding(self._state))
-        then = {
-            name: np.array(jax.device_get(leaf))
-            for names, leaves in zip(self._names, self._snapshots, strict=True)
-            for name, leaf in zip(names, leaves, strict=bool(leaves))
-        }
         private = resuming.private(
             self._state,
             self._node.place.manifest.run,
@@ -217,17 +194,14 @@ class Learner:
             claimed=claimed,
             step_seconds=self._step_seconds,
         )
-        values = cast("Mapping[str, np.ndarray]", self._values)  # No pod is saved.
-        return Kept(private, values, then, {r: data for r, (_, data) in sent.items()})
+        values = cast("Mapping[str, np.ndarray]", self._anchors.values)  # No pod is saved.
+        return Kept(
+            private, values, self._anchors.kept(), {r: data for r, (_, data) in sent.items()}
+        )
 
     def committed(self, params: Any) -> Any:
         """`params` with the newest committed values of every fragment, as copies."""
-        for names in self._names:
-            leaves = self._holder.get(params, names)
-            params = self._holder.put(
-                params, dict(zip(names, self._copies(names, leaves), strict=True))
-            )
-        return params
+        return self._anchors.committed(params)
 
     # Stepping
 
@@ -332,7 +306,7 @@ class Learner:
         params = self._perform(params, effects, values or {})
         self._look_back(news)
         if not has_snapshot(self._state.fragments[news.fragment]):
-            self._snapshots[news.fragment] = ()
+            self._anchors.snapshots[news.fragment] = ()
         return params
 
     def _look_back(self, news: News) -> None:
@@ -348,8 +322,7 @@ class Learner:
         """Asked only where something is to be kept: the answer waits for the user's step."""
         if not machine.may_keep(self._state, news):
             return True
-        leaves = self._holder.get(params, self._names[news.fragment])
-        return alignment.is_finite(leaves, self._anchors[news.fragment])
+        return self._anchors.is_finite(params, news.fragment)
 
     def _wait(self, params: Any) -> Any:
         """Training stands still. Time that passes so is no training time."""
@@ -421,21 +394,14 @@ class Learner:
                 case Align():
                     params = self._align(params, effect, values)
                 case Revert():
-                    params = self._replace(params, effect.fragment)
+                    params = self._anchors.replace(params, effect.fragment)
                 case Drop():
                     self.emit(_dropped(self._state.life.node, effect))
         return params
 
     def _publish(self, params: Any, snapshot: Snapshot) -> None:
         names = self._names[snapshot.fragment]
-        delta: Leaves = ()
-        if not snapshot.empty:
-            leaves = tuple(map(_on_device, self._holder.get(params, names)))
-            anchors = self._near(snapshot.fragment, leaves)
-            delta = _subtracted(anchors, leaves, dtype=self._subtracted_as)
-            self._backend.start_for_host(delta)
-            if needs_snapshot(self._alignment):
-                self._snapshots[snapshot.fragment] = alignment.snapshot(leaves)
+        delta = () if snapshot.empty else self._anchors.delta(params, snapshot.fragment)
 
         def fetch() -> Values:
             host = dict(zip(names, sendable(delta), strict=bool(delta)))
@@ -446,14 +412,6 @@ class Learner:
             return wire.outgoing(host, self._wire)
 
         self._node.contribute(self._head(snapshot), fetch)
-
-    def _near(self, fragment: int, leaves: Leaves) -> Leaves:
-        """The anchors, moved when the parameters have been, by the user or by his compiler."""
-        anchors = self._anchors[fragment]
-        if not all(map(self._backend.is_anchor_of, anchors, leaves)):
-            anchors = self._anchored(self._names[fragment], leaves)
-            self._anchors[fragment] = anchors
-        return anchors
 
     def _warn_rejected(self, news: News) -> None:
         """Once for each reason that says something of this node's own training."""
@@ -510,11 +468,12 @@ class Learner:
         )
 
     def _align(self, params: Any, align: Align, values: Values) -> Any:
-        self._values.update(values)
-        if isinstance(align.how, Overwrite):
-            params = self._replace(params, align.fragment)
+        anchors, how = self._anchors, align.how
+        anchors.values.update(values)
+        if isinstance(how, Overwrite):
+            params = anchors.replace(params, align.fragment)
         else:
-            params = self._mix(params, align)
+            params = anchors.mix(params, align.fragment, how, from_snapshot=align.from_snapshot)
         self.emit(
             events.Aligned(
                 node=self._state.life.node,
@@ -527,34 +486,6 @@ class Learner:
             )
         )
         return params
-
-    def _mix(self, params: Any, align: Align) -> Any:
-        """Puts the newest committed values into the anchor, and with what is kept into `params`."""
-        index, names = align.fragment, self._names[align.fragment]
-        leaves = self._holder.get(params, names)
-        since = self._snapshots[index] if align.from_snapshot else self._anchors[index]
-        self._anchors[index] = self._anchored(names, leaves)
-        fresh = alignment.aligned(align.how, leaves, since, self._anchors[index])
-        return self._holder.put(params, dict(zip(names, fresh, strict=True)))
-
-    def _replace(self, params: Any, fragment: int) -> Any:
-        """Puts the newest committed values of a fragment into anchor and parameters."""
-        names = self._names[fragment]
-        leaves = self._holder.get(params, names)
-        self._anchors[fragment] = self._anchored(names, leaves)
-        fresh = self._copies(names, leaves)
-        return self._holder.put(params, dict(zip(names, fresh, strict=True)))
-
-    def _copies(self, names: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
-        """The committed values, each where the leaf it stands in for is."""
-        return tuple(
-            placed(self._values[name], leaf) for name, leaf in zip(names, leaves, strict=True)
-        )
-
-    def _anchored(self, names: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
-        """The committed values, each where the backend wants the anchor of its leaf."""
-        values = [self._values[name] for name in names]
-        return tuple(map(self._backend.anchor, values, leaves))
 
     def emit(self, event: events.Event) -> None:
         """Hands an event to the callbacks."""
@@ -640,15 +571,3 @@ def _dropped(node: str, drop: Drop) -> events.Dropped:
         steps=drop.counters.steps,
         samples=drop.counters.samples,
     )
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _subtracted(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves:
-    """The deltas of a fragment, on the device, wherever anchors and parameters are kept."""
-    pairs = zip(map(computable, anchors), map(computable, leaves), strict=True)
-    return tuple(subtracted(anchor, leaf, dtype) for anchor, leaf in pairs)
-
-
-def _on_device(leaf: Any) -> jax.Array:
-    """A NumPy array goes over by itself: handed to a jitted call it would be moved implicitly."""
-    return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)

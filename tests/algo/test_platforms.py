@@ -21,7 +21,7 @@ import jdiloco.algo
 from jdiloco import diloco_outer, spmd
 from jdiloco.algo import alignment, merges, narrowing, outer, wire
 from jdiloco.algo.sums import HERE, STACKED
-from jdiloco.runtime import learner
+from jdiloco.runtime.anchors import _subtracted
 
 PLATFORMS = ("tpu", "cuda", "rocm")
 
@@ -151,7 +151,7 @@ def test_the_subtraction_brings_pinned_anchors_in_by_itself(platform, dtype, pla
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=place)
     anchors = tuple(jax.device_put(jnp.ones((8, 4), t), sharding) for t in ("float32", "bfloat16"))
     leaves = tuple(jnp.ones((8, 4), t) for t in ("float32", "bfloat16"))
-    text = lowered(learner._subtracted, anchors, leaves, platform=platform, dtype=dtype)
+    text = lowered(_subtracted, anchors, leaves, platform=platform, dtype=dtype)
     check(text)
     assert text.count("@annotate_device_placement") == (2 if place == "pinned_host" else 0)
 

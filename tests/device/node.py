@@ -124,7 +124,7 @@ def session(place: Place) -> Iterator[str]:
 
 def _check_places(place: Place, s: jdiloco.Session, params: Any) -> None:
     assert s._entry.learner is not None
-    anchors = [anchor for leaves in s._entry.learner._anchors for anchor in leaves]
+    anchors = [anchor for leaves in s._entry.learner._anchors.of for anchor in leaves]
     kinds = {anchor.sharding.memory_kind for anchor in anchors}
     hold(kinds == {"pinned_host"}, f"anchors are in {kinds}")
     found = {(leaf.sharding.memory_kind, *leaf.sharding.device_set) for leaf in params.values()}

@@ -157,7 +157,7 @@ def main(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
         return {"peak": peak, "received": spent.received, "sent": spent.sent}
     whole = gathered(session.params)
     assert session._entry.learner is not None
-    anchors = [anchor for leaves in session._entry.learner._anchors for anchor in leaves]
+    anchors = [anchor for leaves in session._entry.learner._anchors.of for anchor in leaves]
     return {
         "anchors": sorted({str(anchor.sharding.memory_kind) for anchor in anchors}),
         "first": first,

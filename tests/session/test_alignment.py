@@ -215,11 +215,11 @@ def test_a_snapshot_is_held_no_longer_than_its_round():
     seen = Recorder()
     with session({"w": ramp(0.0)}, half(alignment=carry()), memory(), callbacks=(seen,)) as s:
         learner: Any = s._entry.learner
-        assert learner._snapshots == [()]
+        assert learner._anchors.snapshots == [()]
         two_calls(s, seen, ramp(-1.0), ramp(-4.0))
-        assert len(learner._snapshots[0]) == 1  # Of the second round.
+        assert len(learner._anchors.snapshots[0]) == 1  # Of the second round.
     assert [event.round for event in seen.of(events.Aligned)] == [0, 1]
-    assert learner._snapshots == [()]
+    assert learner._anchors.snapshots == [()]
 
 
 def test_parameters_that_were_donated_before_the_end_are_overwritten():
@@ -241,7 +241,8 @@ def test_every_node_ends_with_what_was_committed_and_not_with_its_own_mixture(se
 
     B119: and wherever two nodes hold the same versions on the way, they hold the same bytes.
     """
-    settings = algorithm(sync_every=3, fragments=2, alignment=setting, overlap_steps=2)
+    each = {"quorum_size": 2, "grace_seconds": 60.0, "in_flight": 1}
+    settings = algorithm(sync_every=3, fragments=2, alignment=setting, overlap_steps=2, **each)
     mailbox, meet = memory(), Meeting(2)
 
     def node(index: int):

@@ -24,7 +24,7 @@ OFF_THE_DEVICE = dataclasses.replace(CPU, anchor_memory="pinned_host", copies_ah
 
 
 def anchors(s) -> list[jax.Array]:
-    return [anchor for leaves in s._entry.learner._anchors for anchor in leaves]
+    return [anchor for leaves in s._entry.learner._anchors.of for anchor in leaves]
 
 
 @pytest.mark.parametrize("setting", [overwrite(), carry(), blend(0.5)], ids=str)

@@ -81,7 +81,7 @@ SHARDED = """
         assert len(compiled) == before, len(compiled) - before
         assert step._cache_size() == programs
         assert jax.tree.map(lambda x: x.sharding, params) == shardings
-        held = s._entry.learner._anchors
+        held = s._entry.learner._anchors.of
         places = {x.with_memory_kind(memory_kind) for x in jax.tree.leaves(shardings)}
         assert {a.sharding for leaves in held for a in leaves} <= places
     committed = s.params
