@@ -140,6 +140,11 @@ def round(
     learners = state.steps.shape[0]
     _check(algorithm, learners, mesh, axis_name)
     _check_batches(algorithm, batches, learners)
+    if state.steps.shape[1] != algorithm.fragments:
+        raise UsageError(
+            f"`algorithm` has {algorithm.fragments} fragments, and the state was made with "
+            f"{state.steps.shape[1]}. Pass the settings that `spmd.init` was given."
+        )
     place = functools.partial(_place, mesh=mesh, axis_name=axis_name)
     batches, rows = jax.tree.map(place, (batches, _rows(samples, learners)))
     return _round(algorithm, step, mesh, axis_name, state, batches, rows)
@@ -177,6 +182,11 @@ def _check_batches(algorithm: DiLoCo, batches: Any, learners: int) -> None:
     few, more = divmod(algorithm.sync_every, algorithm.fragments)
     allowed = {few, few + 1} if more else {few}
     shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(batches)}
+    if not shapes:
+        raise UsageError(
+            "`batches` holds no array, so nothing says how many steps a round has. Pass what the "
+            "steps are to read, if only `jnp.zeros((learners, steps))`."
+        )
     if shapes - {(learners, steps) for steps in allowed}:
         raise UsageError(
             f"The leaves of `batches` begin with {sorted(shapes)}, wanted ({learners}, "
@@ -186,11 +196,17 @@ def _check_batches(algorithm: DiLoCo, batches: Any, learners: int) -> None:
 
 
 def _rows(samples: Any, learners: int) -> Array:
-    rows = samples if isinstance(samples, jax.Array) else np.asarray(samples, np.float32)
+    try:
+        rows = samples if isinstance(samples, jax.Array) else np.asarray(samples, np.float32)
+    except (TypeError, ValueError):
+        raise UsageError(f"`samples` is {samples!r:.60}, wanted numbers: rows per step.") from None
     if rows.shape not in ((), (learners,)):
         raise UsageError(
             f"`samples` has shape {rows.shape}, wanted one number or {learners}: rows per step."
         )
+    on_host = isinstance(rows, np.ndarray)  # To look at others would wait for the device.
+    if on_host and not (np.isfinite(rows).all() and (rows >= 0).all()):
+        raise UsageError(f"`samples` is {rows.tolist()}: a step trains on 0 rows or more.")
     return jnp.broadcast_to(rows, (learners,)).astype(jnp.float32)
 
 
@@ -215,6 +231,11 @@ def _spread(leaf: Any, *, learners: int, mesh: Mesh | None, axis_name: str) -> A
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _place(jax.random.split(leaf, learners), mesh=mesh, axis_name=axis_name)
     leaf = jnp.asarray(leaf)
+    if mesh is not None and axis_name in _axes(_spec(leaf)):
+        raise UsageError(
+            f"A leaf is cut over {axis_name!r}, along which the learners lie: each has all of it. "
+            "Put it on the other axes of the mesh, or on none."
+        )
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(axis_name, *_spec(leaf)))
     copies = jax.jit(lambda x: jnp.broadcast_to(x, (learners, *x.shape)), out_shardings=sharding)
     return copies(leaf)
@@ -222,6 +243,10 @@ def _spread(leaf: Any, *, learners: int, mesh: Mesh | None, axis_name: str) -> A
 
 def _spec(leaf: Any) -> PartitionSpec:
     return getattr(getattr(leaf, "sharding", None), "spec", PartitionSpec())
+
+
+def _axes(spec: PartitionSpec) -> set[Any]:
+    return {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
 
 
 def _place(stack: Any, *, mesh: Mesh | None, axis_name: str) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -417,6 +418,10 @@ def test_learners_along_a_mesh_axis_give_what_they_give_on_one_device():
     ("change", "message"),
     [
         ({"samples": (1, 2)}, r"`samples` has shape \(2,\), wanted one number or 4"),
+        ({"samples": -1}, r"`samples` is -1.0: a step trains on 0 rows or more"),
+        ({"samples": (1, 2, 3, float("nan"))}, "a step trains on 0 rows or more"),
+        ({"samples": "many"}, "`samples` is 'many', wanted numbers"),
+        ({"batches": {}}, "`batches` holds no array"),
         ({"batches": batches(3)}, r"wanted \(4, 2\): learners, then the steps of the round"),
         ({"batches": batches(2, learners=2)}, r"begin with \[\(2, 2\)\], wanted \(4, 2\)"),
     ],
@@ -426,6 +431,20 @@ def test_what_does_not_fit_is_refused_with_what_was_wanted(algorithm, change, me
     given = call.pop("batches")
     with pytest.raises(UsageError, match=message):
         spmd.round(algorithm, walk, begun(algorithm), given, **call)
+
+
+def test_settings_with_other_fragments_than_the_state_has_are_refused(algorithm):
+    other = dataclasses.replace(algorithm, fragments=1, sync_every=2)
+    with pytest.raises(UsageError, match="Pass the settings that"):
+        spmd.round(other, walk, begun(algorithm), batches(2), samples=1)
+
+
+def test_a_leaf_that_is_cut_over_the_learners_axis_is_refused(algorithm):
+    mesh = jax.make_mesh((1,), ("learner",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("learner"))
+    params = {name: jax.device_put(x, cut) for name, x in initial("float32").items()}
+    with pytest.raises(UsageError, match="A leaf is cut over 'learner'"):
+        spmd.init(algorithm, params, learners=2, mesh=mesh)
 
 
 def test_learners_that_do_not_divide_over_the_axis_are_refused(algorithm):

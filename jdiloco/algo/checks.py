@@ -39,7 +39,9 @@ def as_weights(weights: Any) -> Array:
     if not hasattr(weights, "dtype") or jnp.ndim(weights) != 1 or weights.shape[0] == 0:
         raise UsageError(
             f"`weights` must hold one number for each contribution, at least one, got {weights!r}. "
-            "Use `contribution_weight` for each."
+            "Pass `update(deltas, state, anchor, weights=weights)`, of `contribution_weight` for "
+            "each or of ones; where each replica of a mapped program passes its "
+            "own, name the axis: `axis_name=...`."
         )
     _check_not_negative(weights)
     return jnp.asarray(weights).astype(jnp.float32)

@@ -258,6 +258,10 @@ def subtracted(
     return delta.astype(dtype or params.dtype)
 
 
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Weights below it are none: XLA takes a subnormal number for zero in some places, not in all."""
+
+
 class Turnout(NamedTuple):
     """How many rows of a stack took part in a merge. Padding counts as neither."""
 
@@ -305,9 +309,10 @@ def _shares(
     """Each row's part of the whole; 0 for rows that take no part."""
     wide = weights.astype(jnp.float32)
     finite = where.everywhere(finite)
-    weighs = (wide > 0) & jnp.isfinite(wide)
+    weighs = (wide >= SMALLEST) & jnp.isfinite(wide)
     kept = jnp.where(weighs & finite, wide, 0)
     total = where.over_learners(jnp.sum(kept))
+    weighs &= jnp.isfinite(total)  # Where the sum leaves float32 nobody takes part: no merge is 0.
     shares = kept / jnp.where(total > 0, total, 1)
     counts = (jnp.sum(x, dtype=jnp.int32) for x in (weighs & finite, weighs & ~finite))
     return shares, Turnout(*map(where.over_learners, counts))

@@ -93,11 +93,16 @@ def merge_deltas(
         return MergeDeltasState(Turnout(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)))
 
     def update(
-        deltas: Any, state: MergeDeltasState, params: Any = None, *, weights: Any, **extra: Any
+        deltas: Any,
+        state: MergeDeltasState,
+        params: Any = None,
+        *,
+        weights: Any = None,
+        **extra: Any,
     ) -> tuple[Any, MergeDeltasState]:
         del state, extra  # Part of the optax signature; a merge remembers nothing.
         where = mapped(axis_name)
-        if where != HERE and jnp.ndim(weights) == 0:
+        if where != HERE and weights is not None and jnp.ndim(weights) == 0:
             weights, deltas = jax.tree.map(_alone, (weights, deltas))
         rows = as_weights(weights)
         check_stacked(deltas, rows.shape[0], params)
@@ -201,9 +206,8 @@ def diloco_outer(
     Use it as any optax optimiser, with these differences:
 
     * `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, deltas, weights=weights)` works, with
-      `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on ("missing 1 required
-      keyword-only argument: 'weights'"): call `state.tx.update(deltas, state.opt_state,
-      state.params, weights=weights)`.
+      `deltas` a State. `TrainState.apply_gradients` cannot pass `weights` on: call
+      `state.tx.update(deltas, state.opt_state, state.params, weights=weights)`.
     * What clips, wraps or masks goes after the merge, not around or before it, as in the chain
       above. Around it `apply_if_finite` and `conditionally_transform` fail in JAX before we can
       speak ("cond branches must have equal output types"), `lookahead` in optax ("unexpected
@@ -225,7 +229,7 @@ def diloco_outer(
     )
 
     def update(
-        deltas: Any, state: Any, params: Any = None, *, weights: Any, **extra: Any
+        deltas: Any, state: Any, params: Any = None, *, weights: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         updates, after = chain.update(deltas, state, params, weights=weights, **extra)
         merge_state, *later = cast("tuple[Any, ...]", after)

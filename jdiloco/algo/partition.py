@@ -125,8 +125,8 @@ def plan(
     known = sorted(specs, key=lambda spec: natural_order(spec.name))
     if not 1 <= fragments <= len(known):
         raise UsageError(
-            f"`fragments` is {fragments}, and {len(known)} tensors can make 1 to {len(known)}: a "
-            "fragment holds at least one whole tensor."
+            f"`fragments` is {fragments}, and a model of {len(known)} tensors has at most "
+            f"{len(known)}: a fragment holds at least one whole tensor."
         )
     dealt = partition.deal(known, fragments)
     names = tuple(tuple(sorted((s.name for s in part), key=natural_order)) for part in dealt)

@@ -102,6 +102,11 @@ def named_leaves(tree: Any) -> NamedTree:
                 f"The leaf at {keystr(at.path) or 'the root'!r} has an empty name, and a run knows "
                 'tensors by name. Put it into a dict: {"w": array}.'
             )
+        if any("\ud800" <= character <= "\udfff" for character in at.name):
+            raise UsageError(
+                f"The name {at.name!a} holds half of a character (a lone surrogate), which no "
+                "text in a mailbox can. Give the leaf another name."
+            )
     groups = _by_variable(found)
     order = sorted(groups, key=lambda group: natural_order(group[0].name))
     leaves = [NamedLeaf(g[0].name, g[0].leaf, tuple(at.name for at in g[1:])) for g in order]
@@ -130,7 +135,13 @@ def leaf_names(tree: Any) -> list[tuple[str, ...]]:
 def natural_order(name: str) -> tuple[Any, ...]:
     """A sort key that compares the numbers in a name as numbers; equal only for equal names."""
     pieces = re.split(r"([0-9]+)", name)  # Text at even places, digits at odd ones.
-    return tuple(int(piece) if i % 2 else piece for i, piece in enumerate(pieces)), name
+    return tuple(_number(piece) if i % 2 else piece for i, piece in enumerate(pieces)), name
+
+
+def _number(digits: str) -> tuple[int, str]:
+    """Orders as the number does, however many digits: Python reads no more than some thousands."""
+    significant = digits.lstrip("0")
+    return len(significant), significant
 
 
 def is_held(dtype: Any) -> bool:

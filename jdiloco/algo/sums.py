@@ -68,7 +68,10 @@ def mapped(axis_name: str | tuple[str, ...] | None) -> Collective:
     """
     if axis_name is None:
         return HERE
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"`axis_name` is the name of a mapped axis, or several, not {names!r}.")
+    names = tuple(names)
     try:
         jax.lax.axis_size(names)
     except NameError as error:

@@ -50,7 +50,7 @@ def test_one_fragment_holds_everything():
 
 @pytest.mark.parametrize("fragments", [0, -1, 4])
 def test_more_fragments_than_tensors_are_refused_with_both_numbers(fragments):
-    with pytest.raises(UsageError, match=f"is {fragments}, and 3 tensors can make 1 to 3"):
+    with pytest.raises(UsageError, match=f"is {fragments}, and a model of 3 tensors has at most 3"):
         plan(by_bytes(), [spec("a", 1), spec("b", 1), spec("c", 1)], fragments)
 
 
