@@ -108,12 +108,14 @@ def parsed():
 if __name__ == "__main__":
     options = parsed()
     if options.processes != 1:
-        # A process that dies takes the others with it after this time, and then the pod is
-        # started again. Without arguments Slurm, TPU and Kubernetes say who the others are.
+        # A process that dies takes the others with it after the first of these times, and one that
+        # raises after the second; then the pod is started again. Without arguments Slurm, TPU and
+        # Kubernetes say who the others are.
         jax.distributed.initialize(
             options.coordinator,
             options.processes,
             options.process,
             heartbeat_timeout_seconds=30,
+            shutdown_timeout_seconds=30,
         )
     main(options)

@@ -140,7 +140,8 @@ def test_three_ways_to_use_the_devices_of_a_node_come_to_one_loss(tmp_path, devi
 
 
 @pytest.mark.multiprocess
-def test_a_pod_of_two_processes_trains_beside_a_single_machine(tmp_path):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_pod_of_two_processes_trains_beside_a_single_machine(tmp_path, devices):
     """The launch that needs no scheduler; the same program alone is a node of one process."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -151,7 +152,7 @@ def test_a_pod_of_two_processes_trains_beside_a_single_machine(tmp_path):
         return run(ROOT / "examples" / "pod.py", *shared, *options, cwd=tmp_path, devices=devices)
 
     processes = [
-        start(0, "--coordinator", where, "--processes", "2", "--process", str(i), devices=2)
+        start(0, "--coordinator", where, "--processes", "2", "--process", str(i), devices=devices)
         for i in range(2)
     ]
     processes.append(start(1, "--processes", "1", devices=1))
@@ -160,7 +161,7 @@ def test_a_pod_of_two_processes_trains_beside_a_single_machine(tmp_path):
         r"pod (\d), (\d) processes, (\d) devices: loss ([0-9.]+).*\((\d+), 16\)", shown
     )
     assert sorted(line[:3] + line[4:] for line in found) == [
-        ("0", "2", "4", "32"),
+        ("0", "2", str(2 * devices), str(64 // devices)),
         ("1", "1", "1", "128"),
     ]
     assert all(float(loss) < 3.0 for *_, loss, _ in found), found  # Of 160 at the start.

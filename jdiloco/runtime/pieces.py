@@ -66,11 +66,17 @@ def cut(value: np.ndarray, sharding: Sharding) -> Pieces:
 
 def first_copies(array: jax.Array) -> Pieces:
     """What this process sends of an array: the boxes whose first copy it holds."""
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    held = {box_of(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
-    first = (shard for shard in array.global_shards if shard.replica_id == 0)
-    senders = frozenset(shard.device.process_index for shard in first)
-    return Pieces(array.shape, array.sharding, held, senders)
+    first: dict[Box, int] = {}  # The process that holds it.
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        first.setdefault(box_of(index or (), array.shape), device.process_index)
+    here = [box for box, process in first.items() if process == jax.process_index()]
+    if array.is_fully_replicated:
+        # Of a JAX array put to one device in each process JAX 0.12 cannot make shards.
+        held = {box: np.asarray(array) for box in here}
+    else:
+        shards = {box_of(shard.index, array.shape): shard for shard in array.addressable_shards}
+        held = {box: np.asarray(shards[box].data) for box in here}
+    return Pieces(array.shape, array.sharding, held, frozenset(first.values()))
 
 
 def placed(pieces: Pieces, sharding: Sharding) -> jax.Array:

@@ -71,6 +71,11 @@ def main(folder: Path, port: str, process: int) -> None:
         pass
     with refused("numpy"), session({"w": np.arange(8.0, dtype=np.float32)}):
         pass
+    here = cut if process == 0 else NamedSharding(mesh, P())
+    values = np.arange(8.0, dtype=np.float32)
+    unlike = jax.make_array_from_callback((8,), here, lambda index: values[index])
+    with refused("cut otherwise"), session({"w": unlike}):
+        pass
     with refused("unlike"), session(leave_with_run=process == 0):
         pass
     elsewhere = folder / ("mailbox" if process == 0 else "elsewhere")

@@ -250,6 +250,7 @@ REFUSED = {
     "memory": "`mailbox` is memory://alone",
     "local": "'w' lies on devices of processes",
     "numpy": "'w' is a ndarray; this node is a pod of 2 processes",
+    "cut otherwise": "Processes 0 and 1 of this node were given different `shardings of params`",
     "unlike": "Processes 0 and 1 of this node were given different `leave_with_run`",
     "elsewhere": "Process 1 of this node has sent its share of the initial values",
     "queue": "This node is a pod: it has no shared queue",

@@ -39,7 +39,7 @@ from jdiloco.runtime.inspect import manifest_of
 from jdiloco.runtime.joining import BULK_WAITS, Performer, initial_state
 from jdiloco.runtime.node import Node
 from jdiloco.runtime.parameters import Holder
-from jdiloco.runtime.pieces import Pieces, check_spread, first_copies
+from jdiloco.runtime.pieces import Pieces, box_of, check_spread, first_copies
 from jdiloco.runtime.place import Place, PodHead
 from jdiloco.runtime.pods import parts
 from jdiloco.runtime.pods.desk import Desk
@@ -138,6 +138,16 @@ class Pod:
         return self._mind.spent_elsewhere
 
     # Everybody
+
+    @property
+    def layout(self) -> str:
+        """A digest of which device holds what of every tensor."""
+        running = hashlib.sha256()
+        for name, sharding in self._shardings.items():
+            shape = self._leaves[name].shape
+            for device, index in sharding.devices_indices_map(shape).items():
+                running.update(f"{name} {device.id} {box_of(index or (), shape)}\n".encode())
+        return running.hexdigest()
 
     def meet(self, store: Store, facts: Mapping[str, Any]) -> str:
         """Holds what every process was given against the others', and returns the node's id."""
