@@ -162,7 +162,7 @@ def is_contribution(key: str) -> bool:
 def _is_ours(key: str) -> bool:
     """Whether a key can be of a run; anything else in a mailbox is nobody's business."""
     parts = key.split("/")
-    return key == MANIFEST or key.startswith(CREATING) or (len(parts) > 2 and parts[1] in _KINDS)
+    return key == MANIFEST or key.startswith(CREATING) or (len(parts) > 1 and parts[1] in _KINDS)
 
 
 def _is_in_checkpoint(key: str) -> bool:

@@ -37,6 +37,11 @@ def read_run_key(
     """
     environment = os.environ if environment is None else environment
     if key_file is not None:
+        if not isinstance(key_file, (str, os.PathLike)):
+            raise UsageError(
+                f"`key_file` is a {type(key_file).__name__}, wanted the path of the file that "
+                f"holds the run key. A key itself goes into the environment, as {KEY}."
+            )
         return _from_file(Path(key_file), "`key_file`")
     given = [name for name in (KEY, KEY_FILE) if name in environment]
     if len(given) > 1:

@@ -29,8 +29,10 @@ _METADATA = ("169.254.169.254", "metadata.google", "fd00:ec2", "token request")
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _HINTS = {
-    "credentials": "No credentials were found: see `jdiloco.store.clients` for where they are "
-    "looked for",
+    "credentials": "No credentials were found where this cloud's own tools look for them: for S3 "
+    "in `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` or a profile in ~/.aws, for Google in "
+    "`GOOGLE_APPLICATION_CREDENTIALS`, for Azure in `AZURE_STORAGE_ACCOUNT` and "
+    "`AZURE_STORAGE_KEY` (`help(jdiloco.store.clients)` lists them all)",
     "NoSuchBucket": "There is no such bucket: create it, or correct its name",
     "ContainerNotFound": "There is no such container: create it, or correct its name",
     "RequestTimeTooSkewed": "Set this machine's clock",

@@ -49,12 +49,16 @@ def check_range(start: int, stop: int | None) -> None:
         raise UsageError(f"A range counts from the first byte: got start={start}, stop={stop}.")
 
 
-def nested(above: str, below: str) -> UsageError:
-    """The error for two keys of which one would have to be a file and a directory at once."""
-    return UsageError(
-        f"`{above}` and `{below}` cannot both be objects: no key may go on after another key and "
-        "a `/`. Choose another key for one of them."
-    )
+class KeysNested(UsageError):
+    """Two keys of which one would have to be a file and a directory at once."""
+
+    def __init__(self, above: str, below: str) -> None:
+        super().__init__(
+            f"`{above}` and `{below}` cannot both be objects: no key may go on after another key "
+            "and a `/`. Choose another key for one of them."
+        )
+        self.above = above
+        self.below = below
 
 
 def as_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:

@@ -38,12 +38,12 @@ from typing import TypeVar
 from jdiloco.errors import StoreUnavailable, UsageError
 from jdiloco.store import exclusive
 from jdiloco.store.arguments import (
+    KeysNested,
     as_views,
     check_key,
     check_prefix,
     check_range,
     is_part,
-    nested,
 )
 from jdiloco.store.base import Buffer, Entry
 from jdiloco.store.listing import may_hold
@@ -91,11 +91,11 @@ class FolderStore:
         Raises UsageError at once where it cannot, with the reason that the operating system gives,
         and then leaves nothing behind.
         """
-        missing = _missing(self._root)
+        made = missing(self._root)
         try:
             _again_while_stale(self._write_and_remove)
         except BaseException as error:
-            for directory in missing:
+            for directory in made:
                 _remove_if_empty(directory)
             if not isinstance(error, OSError):
                 raise
@@ -172,7 +172,7 @@ class FolderStore:
         except NotADirectoryError as error:
             raise self._below_a_file(key, error) from None
         if stat.S_ISDIR(mode):
-            raise nested(key, f"{key}/…")
+            raise KeysNested(key, f"{key}/…")
         # Whoever put it there may have died before this; what is reported as there must stay.
         _sync_directory(os.path.dirname(path))
         return True
@@ -183,7 +183,7 @@ class FolderStore:
         if file is None:  # Gone since: the next try may do better.
             return error
         if file.startswith(self._path("")):
-            return nested(file.removeprefix(self._path("")), key)
+            return KeysNested(file.removeprefix(self._path("")), key)
         return self._in_the_way(file)
 
     def _in_the_way(self, file: str) -> UsageError:
@@ -308,7 +308,7 @@ def _reason(error: OSError) -> str:
     return f"{name} ({error.strerror})"
 
 
-def _missing(path: str) -> list[str]:
+def missing(path: str) -> list[str]:
     """`path` and what is above it, the lowest first, as far as it is not there."""
     found: list[str] = []
     while not os.path.lexists(path):
@@ -319,8 +319,8 @@ def _missing(path: str) -> list[str]:
 
 def _file_in_the_way(path: str) -> str | None:
     """The file, at `path` or above it, that keeps `path` from being a folder."""
-    for missing in _missing(path)[-1:]:
-        path = os.path.dirname(missing)
+    for highest in missing(path)[-1:]:
+        path = os.path.dirname(highest)
     return path if os.path.exists(path) and not os.path.isdir(path) else None
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from jdiloco.errors import UsageError
-from jdiloco.store.arguments import as_views, check_key, check_prefix, check_range, nested
+from jdiloco.store.arguments import KeysNested, as_views, check_key, check_prefix, check_range
 from jdiloco.store.base import Buffer, Entry
 
 
@@ -97,8 +97,8 @@ class MemoryStore:
         keys, bodies = self._objects.keys, self._objects.bodies
         below = bisect.bisect_left(keys, f"{key}/")
         if below < len(keys) and keys[below].startswith(f"{key}/"):
-            raise nested(key, keys[below])
+            raise KeysNested(key, keys[below])
         parts = key.split("/")
         for length in range(1, len(parts)):
             if (above := "/".join(parts[:length])) in bodies:
-                raise nested(above, key)
+                raise KeysNested(above, key)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from jdiloco.protocol.signing import RunKey, is_signed
-from jdiloco.store.arguments import as_views
+from jdiloco.store.arguments import KeysNested, as_views
 from jdiloco.store.base import Buffer, Entry, Store, small_requests
 
 FORGED_MAX = 1000
@@ -21,6 +21,8 @@ FORGED_MAX = 1000
 
 NAME = "has a name that was not made with the run's key"
 BYTES = "holds other bytes than were signed under its name"
+
+IN_THE_WAY = "lay where the run needs a folder, and was removed"
 
 Told = Callable[[str, str], object]
 """Called with the name of an object, and with what is wrong with it; from any thread."""
@@ -108,7 +110,22 @@ class SignedStore:
         """See `Store.create`."""
         if is_signed(key):
             data = self._key.close(key, b"".join(as_views(data)))
-        return self.inner.create(self._key.name(key), data)
+        name = self._key.name(key)
+        try:
+            return self.inner.create(name, data)
+        except KeysNested as error:
+            if error.below != name:
+                raise
+            self._clear_the_way(error.above)
+        return self.inner.create(name, data)
+
+    def _clear_the_way(self, name: str) -> None:
+        """Removes what lies where a folder has to be; no object of a run lies above another.
+
+        Directories carry no MAC, so anybody may take the name of one before the run needs it.
+        """
+        self.forged.note(name, IN_THE_WAY)
+        self.inner.delete([name])
 
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> bytes | None:
         """See `Store.get`. Small objects are read whole, since only then can they be checked."""

@@ -290,6 +290,42 @@ def test_without_a_key_the_same_attack_stops_a_run(tmp_path):
             time.sleep(0.005)
 
 
+@pytest.mark.parametrize("kept", ["memory", "folder"])
+@pytest.mark.parametrize("taken", ["data", "log/0000000", "unit", "barrier", "barrier/e"])
+def test_what_lies_where_a_run_needs_a_folder_is_told_and_removed(key_file, tmp_path, kept, taken):
+    """Folders are named without the key, so anybody can take such a name before the run does."""
+    store, seen = memory() if kept == "memory" else FolderStore(str(tmp_path / "box")), Recorder()
+    told = {"key_file": key_file, "callbacks": (seen,)}
+    with session(vector(1.0), lock_step(1, sync_every=1), store, "ada", **told) as s:
+        run = next(e.key.partition("/")[0] for e in store.list("") if "/node/" in e.key)
+        assert store.create(f"{run}/{taken}", b"in the way")
+        params = s.wait_at(jdiloco.Barrier("e", nodes=1, timeout=60.0), s.params)
+        for _ in range(2):
+            params = s.step({"w": params["w"] - 1}, samples=1)
+        s.run(lambda params, item: (params, 1), jdiloco.SharedQueue(2))
+    assert [event.name for event in seen.of(events.Forged)] == [f"{run}/{taken}"]
+    assert not seen.of(events.Degraded)
+    assert verify(store, key_file=key_file).sound
+
+
+def test_nobody_keeps_a_run_from_beginning_by_an_object_called_creating(key_file):
+    store = memory()
+    assert store.create("creating", b"in the way")
+    trained(store, key_file)
+    assert verify(store, key_file=key_file).sound
+
+
+def test_what_lies_in_the_place_of_a_folder_unused_so_far_is_found_and_cleared(key_file):
+    store = memory()
+    trained(store, key_file)
+    run = next(e.key.partition("/")[0] for e in store.list("") if "/node/" in e.key)
+    store.create(f"{run}/barrier", b"in the way")
+    (finding,) = verify(store, key_file=key_file).findings
+    assert finding.key == f"{run}/barrier"
+    assert collect(store, once=True, key_file=key_file).found["forged"] == (1, 10)
+    assert verify(store, key_file=key_file).sound
+
+
 # What was written over
 
 
