@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jdiloco.algo.paths import named_leaves
-from jdiloco.runtime.parameters import check_leaf
+from jdiloco.runtime.parameters import check_leaf, refuse_unheld
 from jdiloco.types import TensorSpec
 
 
@@ -26,6 +26,8 @@ class ModuleHolder:
         self._variables: dict[str, nnx.Variable] = {}
         for place, owner in zip(named.places, owners, strict=True):
             leaf = named.leaves[place]
+            if isinstance(owner, wrt):
+                refuse_unheld([leaf])
             if isinstance(owner, wrt) and leaf.spec is not None:
                 self._variables.setdefault(leaf.name, owner)
         self._specs = {spec.name: spec for spec in named.specs if spec.name in self._variables}

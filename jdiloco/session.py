@@ -18,6 +18,7 @@ from jdiloco.algo.merges import COUNT_MAX
 from jdiloco.callbacks import log_events
 from jdiloco.errors import UsageError
 from jdiloco.protocol import joining
+from jdiloco.protocol.desk import Piece
 from jdiloco.protocol.keys import check_node_id
 from jdiloco.runtime import backends, packing, private, signals
 from jdiloco.runtime.algorithm import DiLoCo
@@ -38,10 +39,6 @@ from jdiloco.runtime.settings import Callback, Settings, check_arguments, check_
 from jdiloco.runtime.standing import Standing, standing
 from jdiloco.runtime.work import Work
 from jdiloco.store.base import Store
-
-
-def _nothing() -> None:
-    pass
 
 
 class _StopRequested(BaseException):
@@ -244,6 +241,8 @@ class Session:
         if self._entered:
             raise UsageError("This session has been entered before. Make another one.")
         self._entered = True
+        if self._settings.trains:
+            self._holder.check(self._params)
         with contextlib.ExitStack() as stack:
             stack.enter_context(signals.listening(self._on_signal))
             # Errors are ignored because a thread that outlives the block may still write there.
@@ -344,7 +343,8 @@ class Session:
         In the block right after it was entered, that is the run's newest; after the block, the
         newest committed version. Leaves that are not floating point are those passed last. Of a
         module it is the module itself, which holds those values at these two times and is being
-        trained in between. Restored, they are as they were saved until the first step.
+        trained in between. Restored, they are as they were saved until the first step. In a pod
+        every process reads them, at the same step.
         """
         learner = self._live()
         self._was_read = True
@@ -378,6 +378,7 @@ class Session:
         work = self._work_of()
         if self._left:
             raise UsageError("The block of this session has ended: there is nothing to go on with.")
+        self._holder.check(self._params)
         private.save(
             path,
             learner.kept(claimed=work.has_claimed),
@@ -416,13 +417,12 @@ class Session:
         trained on, `steps` how many optimiser steps it covers (more than one for a `lax.scan`).
         """
         learner = self._live()
-        self._entry.saved = None
         rows, count = _count("samples", samples), _count("steps", steps)
         if self._in_place:
             self._refuse_params(params)
             self._check_stop()
-            self._count_work(count)
             learner.step(None, samples=rows, steps=count)
+            self._entry.saved = None
             return None
         if self._left:
             raise UsageError("The block of this session has ended. Open another to train on.")
@@ -435,12 +435,12 @@ class Session:
             raise UsageError("Pass the parameters: `params = session.step(params, samples=n)`.")
         before, self._params = self._params, params
         self._check_stop()
-        self._count_work(count)
         try:
             self._params = learner.step(params, samples=rows, steps=count)
         except UsageError:
             self._params = before  # What was refused is not what this node holds.
             raise
+        self._entry.saved = None
         return self._params
 
     def _refuse_params(self, params: Any) -> None:
@@ -485,16 +485,15 @@ class Session:
         return self._params
 
     def _train(
-        self, step: Callable[[Any, Any], Any], item: Any, trained: Callable[[], None] = _nothing
+        self, step: Callable[[Any, Any], Any], item: Any, piece: Piece | None = None
     ) -> None:
-        """One step. `trained` is called once it is, before a contribution can cover it."""
-        if self._in_place:
-            samples = step(self._params, item)
-            trained()
-            self.step(samples=samples)
-        else:
-            params, samples = _of_step(step(self._params, item))
-            trained()
+        """One step, on a batch of `piece` if it is shared work."""
+        made = step(self._params, item)
+        params, samples = (None, made) if self._in_place else _of_step(made)
+        if piece is None:
+            self.step(params, samples=samples)
+            return
+        with self._work_of().batch_of(piece):
             self.step(params, samples=samples)
 
     def _run_queue(self, step: Callable[[Any, Any], Any], queue: SharedQueue) -> None:
@@ -506,7 +505,7 @@ class Session:
                 if piece is None:
                     return
                 for item in queue.after(piece.held.unit, piece.trained):
-                    self._train(step, item, piece.train)
+                    self._train(step, item, piece)
                     if piece.recalled:
                         break
                 else:
@@ -527,11 +526,14 @@ class Session:
             raise UsageError(f"Pass a `jdiloco.Barrier(name, nodes)`, not {barrier!r:.60}.")
         if self._in_place:
             self._refuse_params(params)
+            params = self._params
         elif params is None:
             raise UsageError("Pass the parameters: `params = session.wait_at(barrier, params)`.")
-        else:
-            self._params = params
-        self._params = work.wait_at(self._params, barrier)
+        if self._left:
+            raise UsageError("The block of this session has ended: nobody is to wait for it.")
+        self._holder.check(params)
+        self._params = work.wait_at(params, barrier)
+        self._entry.saved = None
         return None if self._in_place else self._params
 
     def _work_of(self) -> Work:
@@ -543,10 +545,6 @@ class Session:
                 "state and random keys with a checkpointer of your own."
             )
         return self._entry.work
-
-    def _count_work(self, steps: int) -> None:
-        if self._entry.work is not None:
-            self._entry.work.count(steps)
 
     def _live(self) -> Learner:
         if self._entry.learner is None:

@@ -50,6 +50,10 @@ class SharedWork:
         """What a contribution made now covers."""
         return ()
 
+    def count(self, steps: int) -> None:
+        """Steps have been trained, which the next contribution may cover."""
+        del steps
+
     def owes(self, *, outstanding: bool) -> bool:
         """Whether a contribution is wanted, given whether the round of any is open."""
         del outstanding
@@ -217,6 +221,7 @@ class Learner:
         due = self._steps + steps >= self._due or self._inbox.news
         if due or not self._checked:
             self._refuse(params)
+        self.shared.count(steps)
         self._steps += steps
         self._samples += samples
         if not due:
@@ -435,12 +440,19 @@ class Learner:
         self._warned_stuck = True
         alive = (life.node for life in state.verdict.live if life != self._state.life)
         others = ", ".join(sorted(alive)) or "nobody"
-        self._warn(
-            f"Training has waited for a commit for {patience:.0f} s; a closer that died "
-            f"would have been replaced by now. Alive beside this node: {others}. "
-            "If none of them closes rounds, start a node whose role is not 'learner'; "
-            "else the rounds need a larger `lease_seconds` or a smaller `quorum_size`."
-        )
+        closer = state.closing.closer
+        if closer in state.verdict.live:
+            why = (
+                f"{closer.node}, which is to close the round, is alive: it compiles, its line is "
+                "slow, or it waits for contributions (`quorum_size`, `round_seconds`)."
+            )
+        else:
+            why = (
+                f"A closer that died would have been replaced by now. Alive beside this node: "
+                f"{others}. If none of them closes rounds, start a node whose role is not "
+                "'learner'; else the rounds need a larger `lease_seconds`."
+            )
+        self._warn(f"Training has waited for a commit for {patience:.0f} s. {why}")
 
     def _warn_unchanged(self, snapshot: Snapshot) -> None:
         """Once no fragment of a whole cycle has moved: a scalar alone may well have converged."""

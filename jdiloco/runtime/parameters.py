@@ -5,15 +5,16 @@ A holder never keeps, donates or views an array of the user.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from jdiloco.algo.paths import named_leaves
+from jdiloco.algo.paths import NamedLeaf, named_leaves
 from jdiloco.errors import UsageError
 from jdiloco.runtime import pieces
 from jdiloco.runtime.pieces import Pieces
@@ -55,6 +56,7 @@ class TreeHolder:
 
     def __init__(self, tree: Any) -> None:
         named = named_leaves(tree)
+        refuse_unheld(named.leaves)
         self._treedef = jax.tree.structure(tree)
         self._specs = {spec.name: spec for spec in named.specs}
         self._indices: dict[str, list[int]] = {}
@@ -98,6 +100,20 @@ class TreeHolder:
         return leaves
 
 
+def refuse_unheld(leaves: Iterable[NamedLeaf]) -> None:
+    """Raises UsageError for parameters of a type that no run holds: nodes would drift apart there.
+
+    What no optimiser moves, integers, flags and keys, is the node's own.
+    """
+    for leaf in leaves:
+        dtype = getattr(leaf.leaf, "dtype", None)
+        if leaf.spec is None and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            raise UsageError(
+                f"{leaf.name!r} is {dtype}; a run holds float32, bfloat16 and float16. Convert it, "
+                "or leave it out of what the session is given: then each node has its own."
+            )
+
+
 def check_leaf(spec: TensorSpec, leaf: Any) -> None:
     """Raises UsageError unless `leaf` is an array of this shape and type that can be read."""
     if isinstance(leaf, Tracer):
@@ -105,6 +121,8 @@ def check_leaf(spec: TensorSpec, leaf: Any) -> None:
             f"{spec.name!r} is being traced: `session.step` was called inside jit, grad or scan. "
             "Call it outside; `steps=n` counts several steps at once."
         )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise UsageError(f"{spec.name!r} is a description without values. Pass an array.")
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         raise UsageError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from jdiloco import events
@@ -212,6 +212,7 @@ class Work(SharedWork):
         self._counters: dict[str, Counter] = {}
         self._pools: dict[str, Pool] = {}
         self._slice: tuple[Counter, Piece] | None = None
+        self._batch: Piece | None = None  # What the step under way has trained a batch of.
         self._barriers: dict[str, int] = {}  # Those it came to, and how many they wanted.
         learner.shared = self
         node.landed = self.landed
@@ -323,8 +324,19 @@ class Work(SharedWork):
         """Batches of the slice that are behind it."""
         return self._slice[1].trained if self._slice is not None else 0
 
+    @contextlib.contextmanager
+    def batch_of(self, piece: Piece) -> Iterator[None]:
+        """The step in this block is one on a batch of `piece`."""
+        self._batch = piece
+        try:
+            yield
+        finally:
+            self._batch = None
+
     def count(self, steps: int) -> None:
-        """Steps have been trained on the slice."""
+        """Steps have been trained, on the slice if it has one; none that was refused."""
+        if self._batch is not None:
+            self._batch.train()
         if self._slice is not None:
             self._slice[1].trained += steps
 

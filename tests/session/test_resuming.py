@@ -306,3 +306,20 @@ def test_a_users_own_save_may_be_under_way(tmp_path):
                 program.go(1)
             theirs.wait_until_finished()
     assert (tmp_path / "theirs-2").is_dir()
+
+
+def test_a_first_step_that_is_refused_takes_nothing_back(tmp_path):
+    """What was restored is still there, with the steps that were saved in it."""
+    mailbox = memory()
+    with session(start(), ALONE, mailbox, "n") as s:
+        params = s.params
+        for _ in range(6):
+            params = s.step(jax.tree.map(lambda x: x - 1.0, params), samples=1)
+        s.save(tmp_path / "1")
+    with Session.restore(tmp_path / "1", start(), ALONE, mailbox, **QUIET) as s:
+        with pytest.raises(UsageError, match=r"Begin with `params = session.params`"):
+            s.step(start(), samples=1)
+        assert digest(s.params) == digest(params)
+        with pytest.raises(UsageError):
+            s.step(s.params, samples=-1)
+        assert digest(s.params) == digest(params)

@@ -438,6 +438,34 @@ def test_a_learner_trains_no_further_past_a_round_than_overlap_steps(fragments, 
     assert max(dropped, default=0) <= 3
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"w": jnp.ones(3), "x": jnp.ones(3, "float8_e4m3fn")},
+            "'x' is float8_e4m3fn; a run holds",
+        ),
+        ({"w": jnp.ones(3), "x": jnp.ones(3, "complex64")}, "'x' is complex64; a run holds"),
+        ({"w": np.ones(3, np.longdouble)}, "'w' is (float128|longdouble)"),
+        ({"w": jax.ShapeDtypeStruct((3,), "float32")}, "'w' is a description without values"),
+        ({"\ud800": jnp.ones(3)}, "lone surrogate"),
+    ],
+    ids=["float8", "complex", "longdouble", "description", "surrogate"],
+)
+def test_parameters_that_no_run_can_hold_are_refused_before_anything_is_written(params, message):
+    """Left out in silence, each node would drift apart there."""
+    mailbox = memory()
+    with pytest.raises(UsageError, match=message), session(params, algorithm(), mailbox):
+        pass
+    assert mailbox.list("") == []
+
+
+def test_numbers_in_names_may_have_any_length():
+    long = "9" * 5000
+    with session({f"a{long}": jnp.ones(1), "a10": jnp.ones(1)}, algorithm(), memory()) as s:
+        assert [spec.name[:4] for spec in s._entry.schema.tensors] == ["a10", "a999"]
+
+
 SLIPS = """
 import jax.numpy as jnp
 import jdiloco
@@ -459,7 +487,7 @@ for slip in (
 def test_slips_of_the_hand_are_named():
     """In a process of its own: tests check types before the library can."""
     said = run_script(SLIPS)
-    assert "Node id 1 cannot be part of a key" in said
+    assert "Node id 1 cannot be part of an object's name" in said
     assert "`partition` must be `by_bytes()` or `strided(block_pattern)`, got 'strided'" in said
     assert "A mailbox is a folder, a URL or a `Store`, not 5" in said
 

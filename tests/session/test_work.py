@@ -419,12 +419,51 @@ def test_a_spare_node_waits_for_a_rank_and_goes_on_where_its_holder_left_it():
     assert waited
 
 
+def test_a_step_that_is_refused_is_no_batch_of_a_slice():
+    with session(zeros(), lock_step(1), memory(), "a", ranks=1) as s:
+        params = s.params
+        for _ in range(3):
+            params = s.step(on_row(params, 0)[0], samples=1)
+        with pytest.raises(UsageError):
+            s.step(params, samples=-1)
+        with pytest.raises(UsageError, match="structure"):  # The fourth is due, and looked at.
+            s.step({"other": jnp.zeros(ROWS)}, samples=1)
+        assert s.position == 3
+
+
+def test_a_batch_whose_step_is_refused_is_trained_by_somebody_else():
+    store, seen = memory(), []
+
+    def wrong(params: Any, row: int) -> tuple[Any, int]:
+        seen.append(row)
+        return on_row(params, row)[0], -1 if row == 2 else 1
+
+    settings = lock_step(1, sync_every=1)
+    with (
+        pytest.raises(UsageError, match="samples"),
+        session(zeros(), settings, store, "a") as s,
+    ):
+        s.run(wrong, queue())
+    assert seen == [0, 1, 2]
+    assert Program("b", store, settings)()[0] == 2
+
+
 def test_ranks_are_counted():
     with pytest.raises(UsageError, match="1 or more, not 0"):
         Session(zeros(), algorithm(), memory(), ranks=0)
 
 
 # Barriers
+
+
+def test_who_has_left_comes_to_no_barrier_and_only_with_its_own_parameters():
+    store = memory()
+    with session(zeros(), algorithm(), store, "a") as s:
+        with pytest.raises(UsageError, match="structure"):
+            s.wait_at(jdiloco.Barrier("b", 1), {"other": jnp.zeros(3)})
+        held = s.wait_at(jdiloco.Barrier("b", 1), s.params)
+    with pytest.raises(UsageError, match="has ended"):
+        s.wait_at(jdiloco.Barrier("c", 1), held)
 
 
 def test_a_node_at_a_barrier_holds_up_no_round_that_the_other_waits_for():
