@@ -32,10 +32,12 @@ $(VENV)/.made: pyproject.toml
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.made
+	@echo "Installing the library into $(VENV), once: minutes, most of them JAX."
 	$(INSTALL) '.[demo]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.made
+	@echo "Installing the library and what tests need into $(VENV), once: minutes."
 	$(INSTALL) '.[demo,test]'
 	touch $@
 

@@ -29,7 +29,9 @@ def train_step(params, opt_state, key):
 
 
 params = {"w": jnp.zeros(8), "b": jnp.zeros(())}
-algorithm = jdiloco.DiLoCo(sync_every=50, fragments=2, overlap_steps=5, outer_momentum=0.5)
+algorithm = jdiloco.DiLoCo(
+    sync_every=50, fragments=2, overlap_steps=5, quorum_size=2, outer_momentum=0.5
+)
 with jdiloco.Session(
     params, algorithm, mailbox="runs/first", poll_interval=0.1, leave_with_run=True
 ) as session:

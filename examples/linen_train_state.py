@@ -68,7 +68,9 @@ def refresh(state: TrainState, key: jax.Array) -> TrainState:
 model = Spirals()
 variables = model.init(jax.random.key(0), jnp.zeros((1, 2)), train=False)
 state = TrainState.create(apply_fn=model.apply, tx=optax.adam(3e-3), **variables)
-algorithm = jdiloco.DiLoCo(sync_every=50, fragments=2, overlap_steps=5, outer_momentum=0.5)
+algorithm = jdiloco.DiLoCo(
+    sync_every=50, fragments=2, overlap_steps=5, quorum_size=2, outer_momentum=0.5
+)
 with jdiloco.Session(
     state.params, algorithm, mailbox="runs/spirals", poll_interval=0.1, leave_with_run=True
 ) as session:

@@ -42,6 +42,13 @@ class RunCreated(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Joining(Event):
+    """The node has to wait before it can join; told once for each reason."""
+
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Joined(Event):
     """The node holds the run's newest values and starts to train at `round`."""
 
@@ -107,6 +114,7 @@ class MuchDropped(Event):
     round: int
     share: float  # Of the samples merged or dropped in the newest four cycles of rounds.
     reasons: tuple[str, ...]  # `reason:samples` since this node joined, means over fragments.
+    advice: str  # What helps against the one that cost most.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,7 @@ class ClosingSlow(Event):
     round: int
     commit_seconds: float  # From closing to the record, on the average.
     between_seconds: float  # What the steps between two rounds take.
-    fragments: int  # With so many, or fewer, there is time enough.
+    advice: str  # Settings with which there is time enough.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

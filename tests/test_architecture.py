@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "session": BELOW | {"algo", "protocol", "store", "runtime", "callbacks", "nnx"},
     "spmd": BELOW | {"algo", "protocol", "runtime"},
     "cli": BELOW | {"algo", "protocol", "store", "runtime", "callbacks", "nnx", "session"},
+    "__main__": {"cli"},
     "testing": BELOW | {"algo", "protocol", "store", "runtime"},
 }
 THIRD_PARTY = {

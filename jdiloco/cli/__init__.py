@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -203,8 +204,13 @@ def doctor(
     raise typer.Exit(run_doctor(open_store(store), megabytes=megabytes, show=typer.echo))
 
 
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    typer.echo(f"jdiloco: {message}", err=True)
+
+
 def main() -> None:
     """Runs the command line. What the library refuses is a sentence, not a traceback."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except JDilocoError as error:

@@ -157,7 +157,10 @@ def run_demo(plan: Plan, folder: Folder, *, data: Path | None, replace: bool) ->
     folder.prepare(plan, replace=replace)
     write_data(text, plan, folder)
     console = Console()
-    console.print(f"{plan.nodes} nodes, {len(text) / 1e6:.1f} MB of text, mailbox {folder.mailbox}")
+    console.print(
+        f"{plan.nodes} nodes, and `lone` which trains alone to compare with; "
+        f"{len(text) / 1e6:.1f} MB of text; mailbox {folder.mailbox}"
+    )
     demo = Demo(plan, folder, View(plan, console))
     try:
         with stopped_like_ctrl_c():

@@ -20,6 +20,7 @@ from typing import TypeVar
 from jdiloco.errors import JDilocoError, StoreDenied, StoreIgnoresConditions, StoreUnavailable
 from jdiloco.runtime.clock import Clock
 from jdiloco.store import FolderStore, Store
+from jdiloco.store.folder import missing
 
 T = TypeVar("T")
 
@@ -58,6 +59,8 @@ def examine(store: Store, clock: Clock, *, megabytes: float = 8.0) -> Iterator[F
     Raises StoreUnavailable where the store does not answer or refuses, StoreDenied among them.
     """
     with _Probes(store, clock) as probes:
+        if probes.made:
+            yield Finding("the folder", None, "did not exist; made for this, and removed again")
         for promise, attempt in (
             ("an object reads back as it was written", probes.writes_and_reads),
             ("a key is created once", probes.creates_once),
@@ -91,7 +94,7 @@ class _Probes:
         self._clock = clock
         self._top = f"doctor-{clock.fresh()}"
         self._racers: list[_Racer] = []
-        self._made_folder = isinstance(store, FolderStore) and not os.path.isdir(store.url)
+        self.made = missing(store.url) if isinstance(store, FolderStore) else []
 
     def __enter__(self) -> _Probes:
         if isinstance(self._store, FolderStore):
@@ -108,7 +111,7 @@ class _Probes:
 
     def _remove_folders(self, root: str) -> None:
         """Those that are empty: a run's writers make theirs again when they miss it."""
-        for path in (f"{root}/~writing", *([root] if self._made_folder else ())):
+        for path in (f"{root}/~writing", *self.made):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
 

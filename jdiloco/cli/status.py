@@ -31,7 +31,13 @@ SETTINGS = (
 )
 """Those that say most about how a run behaves."""
 
-COLOURS = {"alive": "green", "silent": "red", "left": "blue", "unknown": "yellow"}
+COLOURS = {
+    "alive": "green",
+    "silent": "red",
+    "ended": "red",
+    "left": "blue",
+    "unknown": "yellow",
+}
 MANY_DROPPED = 0.2
 
 
@@ -41,7 +47,7 @@ def run_status(mailbox: str, *, wait: float, key_file: Path | None = None, as_js
     if as_json:
         sys.stdout.write(to_json(status) + "\n")
     else:
-        show(status, Console())
+        show(status, Console(soft_wrap=True))  # What is copied or piped breaks nowhere.
     return 0
 
 
@@ -90,7 +96,7 @@ def show(status: Status, console: Console) -> None:
     console.print(Text(_dollars(status)))
     if status.forged:
         console.print(Text(_forged(status.forged), "red"))
-    if status.waited:
+    if status.waited or all(node.alive in ("left", "ended") for node in status.nodes):
         return
     beat = float(str(status.settings.get("beat_seconds", 10)))
     console.print(
@@ -217,8 +223,10 @@ def _spent(spent: Spent) -> list[str]:
 
 def _state(node: NodeStatus) -> str:
     """Its last words, and whether it has said anything since."""
+    if node.ended_by is not None:
+        return f"ended by {node.ended_by.partition('.')[0]}"
     if node.phase is None:
-        return "no beat left"
+        return "gone"  # What it said last has been swept, as that of whoever left is.
     return node.phase if node.alive in ("left", "unknown") else f"{node.phase}, {node.alive}"
 
 

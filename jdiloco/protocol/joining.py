@@ -79,6 +79,7 @@ class Delete:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sleep:
     seconds: float
+    because: str = ""  # What is waited for, where that may take longer than a moment.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,9 +173,11 @@ def _await_creators(
     do not wait for each other, only for those whose name comes before its own.
     """
     first = yield from _creators(creator, silent, everybody=everybody)
+    names = ", ".join(sorted({key.removeprefix(CREATING).partition(".")[0] for key in first}))
+    because = f"{names} began to create the run; no longer than {waiting.lease_seconds:g} s if dead"
     unchanged = 0.0
     while first and unchanged < waiting.lease_seconds:
-        unchanged += yield Sleep(waiting.poll_seconds)
+        unchanged += yield Sleep(waiting.poll_seconds, because)
         if (yield Get(MANIFEST)) is not None:
             return True
         if (yield from _creators(creator, silent, everybody=everybody)) != first:
@@ -240,8 +243,9 @@ def read_manifest() -> Steps[bytes | None]:
 
 def await_manifest(waiting: Waiting) -> Steps[bytes]:
     """The manifest's bytes, once somebody has created the run."""
+    because = "there is no run in the mailbox yet; a node that brings parameters creates it"
     while (data := (yield Get(MANIFEST))) is None:
-        yield Sleep(waiting.poll_seconds)
+        yield Sleep(waiting.poll_seconds, because)
     return data
 
 

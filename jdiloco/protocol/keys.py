@@ -51,7 +51,7 @@ def check_node_id(node: str) -> str:
     """Returns `node` when it can stand in a key, and raises UsageError otherwise."""
     if not isinstance(node, str) or not NODE_ID.fullmatch(node):
         raise UsageError(
-            f"Node id {node!r} cannot be part of a key. "
+            f"Node id {node!r} cannot be part of an object's name. "
             "Use 1 to 40 of a-z, 0-9 and '-', beginning with a letter or digit."
         )
     return node

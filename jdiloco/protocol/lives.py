@@ -310,9 +310,13 @@ def _await_silence(keys: Keys, person: Person, waiting: Waiting, number: int) ->
         yield Sleep(waiting.poll_seconds)
         listed = yield List(keys.log)
         beat = _newest_beat(keys, person.node, listed)
+    because = (
+        f"a process that ran as {person.node!r} has not said that it left; it counts as gone once "
+        f"it has been silent for {waiting.lease_seconds:g} s"
+    )
     unchanged = 0.0
     while beat is not None and beat.phase != "left" and unchanged < waiting.lease_seconds:
-        unchanged += yield Sleep(waiting.poll_seconds)
+        unchanged += yield Sleep(waiting.poll_seconds, because)
         listed = yield List(keys.log)
         newer = _newest_beat(keys, person.node, listed)
         if newer is not None and newer > beat:

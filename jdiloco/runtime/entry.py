@@ -124,6 +124,7 @@ class Entry:
             initial=lambda prefix: self._initial_state(store, prefix),
             check_stop=self._check_joining,
             small=small_requests(store, settings.algorithm.rules().small_seconds),
+            tell=self._tell_waits,
         )
         with contextlib.closing(performer):
             try:
@@ -162,6 +163,7 @@ class Entry:
             "poll_interval": settings.poll_interval,
             "leave_with_run": settings.leave_with_run,
             "node_id": self.node_id,
+            "shardings of params": pod.layout,
             "key_file": manifest,  # Its name is made with the key.
         }
         self.node_id = pod.meet(store, facts)
@@ -176,14 +178,21 @@ class Entry:
         """What is called a manifest in the mailbox. Raises RunKeyMismatch."""
         clock, seconds = self.settings.clock, self.settings.algorithm.rules().small_seconds
         behind = small_requests(unsigned(store), seconds)
-        outside = Performer(behind, clock, scratch=scratch, check_stop=self._check_joining)
+        outside = Performer(
+            behind, clock, scratch=scratch, check_stop=self._check_joining, tell=self._tell_waits
+        )
         found = outside.run(joining.list_manifests())
         refuse_other_key(store, found)
         return found
 
     def _tell_forged(self, name: str, because: str) -> None:
         """Called from any thread, also while the node still joins."""
-        event = events.Forged(node=self.node_id, name=name, because=because)
+        self._tell(events.Forged(node=self.node_id, name=name, because=because))
+
+    def _tell_waits(self, because: str) -> None:
+        self._tell(events.Joining(node=self.node_id, because=because))
+
+    def _tell(self, event: events.Event) -> None:
         if self.node is None:
             hand_out(event, self.settings.callbacks)
         else:

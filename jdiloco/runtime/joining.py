@@ -47,7 +47,8 @@ class Performer:
     `initial` makes the state of the run's first checkpoint; it is given the prefix of its keys.
 
     `check_stop` is asked several times a second, and may raise. `small` is the same store for what
-    must not wait behind a checkpoint; None takes one store for everything. `close` when done.
+    must not wait behind a checkpoint; None takes one store for everything. `tell` is told, once for
+    each reason, why this takes longer than a moment. `close` when done.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Performer:
         initial: Callable[[str], RunState] | None = None,
         check_stop: Callable[[], None] = lambda: None,
         small: Store | None = None,
+        tell: Callable[[str], None] = lambda because: None,
     ) -> None:
         self._store = store
         self._small = small or store
@@ -68,6 +70,8 @@ class Performer:
         self._check_stop = check_stop
         self._saved: queue.SimpleQueue[Checkpoint | BaseException] = queue.SimpleQueue()
         self._saver: threading.Thread | None = None
+        self._tell = tell
+        self._told: set[str] = set()
         self._closed = False
         self._refused: tuple[str, int] = ("", 0)  # A key, and how often it could not be created.
 
@@ -113,6 +117,7 @@ class Performer:
                     return False  # It may have landed: the generator reads back.
                 if not left or isinstance(request, (requests.Create, requests.Saved)):
                     raise
+                self._tell_once(str(error))
             self._sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
         raise AssertionError("unreachable")
@@ -141,7 +146,9 @@ class Performer:
                 return self._small.create(key, data)
             case requests.Delete(keys):
                 return self._small.delete(keys)
-            case requests.Sleep(seconds):
+            case requests.Sleep(seconds, because):
+                if because:
+                    self._tell_once(because)
                 began = self._clock.now()
                 self._sleep(seconds)
                 return self._clock.now() - began
@@ -154,6 +161,11 @@ class Performer:
             case requests.Saved(seconds):
                 return self._await_saved(seconds)
         raise AssertionError(f"unreachable: {request}")
+
+    def _tell_once(self, because: str) -> None:
+        if because not in self._told:
+            self._told.add(because)
+            self._tell(because)
 
     def _save(self, prefix: str) -> None:
         assert self._initial is not None, "only a node with parameters creates a run"

@@ -114,7 +114,8 @@ def _read(store: Store, payload: Payload | None) -> Buffer | None:
     if (found := named(payload, data)) is None:
         raise FormatError(
             f"{payload.key!r} holds {len(data)} bytes that do not match what its round's record "
-            f"says ({payload.size} bytes, SHA-256 {payload.sha256[:12]}…). It was damaged."
+            f"says ({payload.size} bytes, SHA-256 {payload.sha256[:12]}…). It was damaged: "
+            "`jdiloco verify` says what that means for the run."
         )
     return found
 

@@ -89,6 +89,15 @@ def standing(state: MemberState, learner: LearnerState | None, spent: Spent) -> 
     )
 
 
+AGAINST = {
+    "late": "Rounds closed before this node had reported: a larger `quorum_size`, up to the number "
+    "of nodes, or more steps a round (`sync_every`).",
+    "overwritten": "Steps trained while a round was under way: `alignment=carry()` keeps them, "
+    "`overlap_steps=0` waits for the commit instead.",
+}
+"""What helps against the reasons for which an honest node loses most."""
+
+
 def much_dropped(
     node: str, round: int, waste: Waste, ledgers: Sequence[Ledger]
 ) -> events.MuchDropped:
@@ -99,6 +108,7 @@ def much_dropped(
         round=round,
         share=waste.share or 0.0,
         reasons=tuple(f"{reason}:{samples:.0f}" for reason, samples in dropped.items()),
+        advice=AGAINST.get(max(dropped, key=lambda reason: dropped[reason], default=""), ""),
     )
 
 

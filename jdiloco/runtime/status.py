@@ -10,13 +10,23 @@ written, not when that was, and no clock is compared. Two listings can tell, a b
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import statistics
 from collections.abc import Iterable, Mapping
 
+from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import BeatKey, ClaimKey, Keys
-from jdiloco.protocol.records import Claim, Ledger, Manifest, RoundRecord, Timing, unseal
+from jdiloco.protocol.records import (
+    Claim,
+    Incarnation,
+    Ledger,
+    Manifest,
+    RoundRecord,
+    Timing,
+    unseal,
+)
 from jdiloco.protocol.rules import Life
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import Stock, find_run, newest_beats, read_records, take_stock
@@ -30,8 +40,11 @@ from jdiloco.types import Spent
 WAITS = (0.1, 0.3, 1.0)
 """Seconds between the tries of a request that the store does not answer."""
 
-ALIVE = ("alive", "silent", "left", "unknown")
-"""What two looks at a mailbox tell of a node; `unknown` after one look, or without any beat."""
+ALIVE = ("alive", "silent", "left", "ended", "unknown")
+"""What two looks at a mailbox tell of a node; `unknown` after one look, or without any beat.
+
+`ended` is one whose work another node took over, once it had been silent for a lease.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +92,10 @@ class NodeStatus:
     """One node, all its lives together."""
 
     node: str
-    lives: int  # Incarnations.
+    lives: int  # How often it has been started.
     alive: str  # One of ALIVE.
-    phase: str | None  # Of the newest beat, as the next three; None when it was swept.
+    ended_by: str | None  # Whose life took over its work, if one did and it has not come back.
+    phase: str | None  # Of its own newest beat, as the next three; None when that was swept.
     step: int | None
     next_round: int | None
     beat: int | None
@@ -162,7 +176,7 @@ def read_status(
         told.take(record)
     for life, spent in read_accounts(store, stock, keys).items():
         told.spent[life] = spent  # Newer than any record.
-    nodes = _nodes(stock, told, before, looked_twice=wait > 0)
+    nodes = _nodes(stock, told, before, read_ended(store, keys, stock), looked_twice=wait > 0)
     return Status(
         url=store.url,
         run=manifest.run,
@@ -254,18 +268,27 @@ def _nodes(
     stock: Stock,
     told: _Told,
     before: tuple[BeatKey, ...],
+    ended: Mapping[Life, str],
     *,
     looked_twice: bool,
 ) -> tuple[NodeStatus, ...]:
-    newest = {beat.node: beat for beat in newest_beats(stock.beats)}
-    older = {beat.node: beat for beat in newest_beats(before)}
-    lives = collections.Counter(node for node, _ in stock.incarnations)
+    def own(beats: Iterable[BeatKey]) -> dict[str, BeatKey]:
+        said = [b for b in beats if Life(b.node, b.incarnation) not in ended]
+        return {beat.node: beat for beat in newest_beats(said)}
+
+    newest, older = own(stock.beats), own(before)
+    born = [Life(node, number) for node, number in stock.incarnations]
+    lives = collections.Counter(life.node for life in born if life not in ended)
+    last = {life.node: ended.get(life) for life in sorted(born)}
     names = sorted({*newest, *lives, *told.taken, *told.refused})
     return tuple(
         NodeStatus(
             node=name,
             lives=lives[name],
-            alive=_alive(newest.get(name), older.get(name), looked_twice=looked_twice),
+            alive="ended"
+            if last.get(name)
+            else _alive(newest.get(name), older.get(name), looked_twice=looked_twice),
+            ended_by=last.get(name),
             phase=beat.phase if (beat := newest.get(name)) else None,
             step=beat.step if beat else None,
             next_round=beat.next_round if beat else None,
@@ -282,6 +305,20 @@ def _nodes(
         )
         for name in names
     )
+
+
+def read_ended(store: Store, keys: Keys, stock: Stock) -> dict[Life, str]:
+    """Lives that nobody lived, made by another node to end the one before: by whom."""
+    found = {}
+    for node, number in stock.incarnations:
+        if number == 1:
+            continue  # There is none before it.
+        key = keys.incarnation(node, number)
+        data = store.get(key)
+        with contextlib.suppress(FormatError):  # `verify` names what is damaged.
+            if data is not None and (by := unseal(key, data, Incarnation).ended_by):
+                found[Life(node, number)] = by
+    return found
 
 
 def _alive(beat: BeatKey | None, before: BeatKey | None, *, looked_twice: bool) -> str:

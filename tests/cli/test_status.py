@@ -12,6 +12,7 @@ from rich.console import Console
 from jdiloco import cli, events
 from jdiloco.cli.status import show, to_json
 from jdiloco.protocol.keys import MANIFEST
+from jdiloco.protocol.records import Incarnation, seal
 from jdiloco.runtime import spending
 from jdiloco.runtime.status import Samples, read_status
 from jdiloco.store import FolderStore, MemoryStore
@@ -119,6 +120,21 @@ def test_two_looks_tell_who_is_alive_and_one_does_not(mean):
     assert once == {"gone": "unknown", "quick": "unknown"}
     assert twice == {"gone": "silent", "quick": "alive"}
     assert {n.node: n.alive for n in read_status(store).nodes}["quick"] == "left"
+
+
+def test_a_node_that_another_ended_has_not_left_and_was_started_once():
+    """Who goes on with a dead node's files makes a life for it that nobody lives."""
+    store = memory()
+    with session(mixed_model(), algorithm(), store, "quick") as s:
+        keys = node_of(s).state.keys
+    ended = Incarnation("gone", 2, "", 0, "", (), 0, 0, "x", ended_by="quick.0001")
+    store.create(keys.incarnation("gone", 1), b"")
+    store.create(keys.incarnation("gone", 2), seal(keys.incarnation("gone", 2), ended))
+    store.create(f"{keys.log}live/gone.0001.00000007.training.12.3", b"")
+    store.create(f"{keys.log}live/gone.0002.00000000.left.0.3", b"")
+    (gone,) = [node for node in read_status(store).nodes if node.node == "gone"]
+    assert (gone.lives, gone.alive, gone.ended_by) == (1, "ended", "quick.0001")
+    assert (gone.phase, gone.step, gone.next_round) == ("training", 12, 3)
 
 
 def test_readers_count_as_nobody_and_write_nothing():

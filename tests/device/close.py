@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdiloco import diloco_outer, rda
+from jdiloco.runtime.anchors import _subtracted
 from jdiloco.runtime.close import FragmentCloser
-from jdiloco.runtime.learner import _subtracted
 from jdiloco.types import TensorSpec
 from tests.device.place import Place, hold, take_round_in_place
 

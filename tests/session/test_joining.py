@@ -23,7 +23,7 @@ from jdiloco.errors import (
     StoreUnavailable,
     UsageError,
 )
-from jdiloco.protocol.keys import MANIFEST
+from jdiloco.protocol.keys import MANIFEST, BeatKey
 from jdiloco.runtime import joining
 from jdiloco.session import load
 from jdiloco.testing.faults import FAIL, IGNORE_CONDITION, Call, FaultyStore
@@ -155,6 +155,35 @@ def test_an_id_is_free_again_as_soon_as_its_node_has_left():
     assert time.monotonic() - began < 20
 
 
+def test_who_has_to_wait_before_it_joins_says_why_and_once():
+    """For a life of its own that died without a word, or for somebody who creates the run."""
+    mailbox, seen = memory(), Recorder()
+    settings = algorithm(lease_seconds=0.5)
+    with session(vector(1.0), settings, mailbox, "a"):
+        pass
+    mailbox.create(run_keys(mailbox).beat(BeatKey("a", 1, 10**6, "training", 0, 0)), b"")
+    with session(vector(1.0), settings, mailbox, "a", callbacks=(seen,)):
+        pass
+    (told,) = seen.of(events.Joining)
+    assert "a process that ran as 'a' has not said that it left" in told.because
+
+    empty, waits = memory(), Recorder()
+    syncer = session(None, settings, empty, "s", role="syncer", callbacks=(waits,))
+
+    def train():
+        waits.wait(events.Joining)
+        with session(vector(1.0), settings, empty, "n"):
+            wait_until(lambda: waits.of(events.Joined))
+
+    def close():
+        with syncer:
+            pass
+
+    together(train, close)
+    (told,) = waits.of(events.Joining)
+    assert "there is no run in the mailbox yet" in told.because
+
+
 def test_a_node_that_is_started_again_goes_on_in_its_data_after_what_it_has_sent():
     """What it had trained on and not sent is trained on once more."""
     mailbox, settings = memory(), algorithm(overlap_steps=0)
@@ -215,8 +244,6 @@ def test_an_emptied_mailbox_degrades_a_node_and_training_goes_on():
 
 def newer_life(mailbox, node: str) -> None:
     """What a second process that was started under the same id leaves in the mailbox."""
-    from jdiloco.protocol.keys import BeatKey
-
     keys = run_keys(mailbox)
     mailbox.create(keys.beat(BeatKey(node, 2, 1, "training", 0, 0)), b"")
 
@@ -232,7 +259,7 @@ def test_a_superseded_node_raises_from_step_and_leaves_in_silence():
         with pytest.raises(NodeSuperseded):
             s.step(params, samples=1)  # Nobody trains on unnoticed.
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # Of a lease of 60 s.
     names = [entry.key for entry in mailbox.list(run_keys(mailbox).log)]
     assert not [name for name in names if "a.0001" in name and ".left." in name]
 

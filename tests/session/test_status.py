@@ -227,7 +227,7 @@ def test_the_time_of_each_round_is_accounted_for():
             assert event.wall == pytest.approx(sum(parts) + event.other)
         total = sum(event.wall for event in timed)
         assert 16 * 0.03 <= sum(event.compute for event in timed) <= total <= wall
-        assert sum(event.other for event in timed[1:]) < 0.05 * total
+        assert sum(event.other for event in timed[1:]) < 0.15 * total
 
 
 def test_time_in_which_two_threads_were_busy_is_shared():

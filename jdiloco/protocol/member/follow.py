@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -150,6 +151,8 @@ def _see_pace(turn: Turn, record: RoundRecord) -> None:
         return
     cycle = step * state.rules.sync_every
     between = cycle / state.rules.fragments
+    steps = math.ceil(commit * state.rules.fragments / step) if step > 0 else 0
+    fitting = int(cycle / commit) if commit > 0 else 0
     if commit > between and not state.slow:
         turn.emit(
             events.ClosingSlow(
@@ -157,7 +160,8 @@ def _see_pace(turn: Turn, record: RoundRecord) -> None:
                 round=record.round,
                 commit_seconds=commit,
                 between_seconds=between,
-                fragments=max(1, int(cycle / commit)),
+                advice=f"sync_every={steps} or more"
+                + (f", or fragments={fitting} or fewer" if fitting else ""),
             )
         )
     turn.set(slow=commit > between)
