@@ -344,7 +344,7 @@ def test_a_record_that_was_written_over_is_acted_on_by_nobody(key_file):
         trained(store, key_file, callbacks=(rec,))
     assert [(e.name, e.because) for e in rec.of(events.Forged)] == [(KEY.name(key), BYTES)]
     (finding,) = verify(store, key_file=key_file).findings
-    assert (finding.key, finding.what) == (key, BYTES)
+    assert (finding.key, finding.what) == (KEY.name(key), BYTES)
 
 
 def test_a_contribution_that_was_changed_is_told_and_merged_by_nobody(key_file):
@@ -375,7 +375,7 @@ def test_a_contribution_that_was_changed_is_told_and_merged_by_nobody(key_file):
     assert contributions.read_head(door, key) is None
     assert door.forged.found == {KEY.name(key): BYTES}
     (finding,) = verify(store, key_file=key_file).findings
-    assert finding.key == key
+    assert finding.key == KEY.name(key)
 
 
 def test_an_attack_does_not_keep_a_node_from_coming_back(key_file, tmp_path):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 from jdiloco.errors import FormatError
 from jdiloco.protocol.keys import Keys
 from jdiloco.protocol.records import Sealed, is_sealed, unseal
 from jdiloco.runtime.inspect import Stock
+from jdiloco.runtime.run_key import store_name
 from jdiloco.runtime.verify.chain import Walk
 from jdiloco.runtime.verify.report import Finding, Remark
 from jdiloco.store.base import Store
@@ -104,6 +106,12 @@ class Reader:
         """Whatever must be there by the newest records and was not found is lost."""
         self.findings += [found for rule, found in self._absent if rule(walk)]
         self._absent.clear()
+
+    def name_as_stored(self) -> None:
+        """Where one looks for them: in a run with a key, names in the mailbox are no keys."""
+        store = self.store
+        self.findings = [replace(f, key=store_name(store, f.key)) for f in self.findings]
+        self.remarks = [replace(r, key=store_name(store, r.key)) for r in self.remarks]
 
 
 def unsealed(

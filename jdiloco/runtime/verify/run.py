@@ -27,7 +27,7 @@ from jdiloco.runtime.build import this_build
 from jdiloco.runtime.clock import Clock
 from jdiloco.runtime.inspect import Stock, manifest_of, no_run, take_stock
 from jdiloco.runtime.payloads import patient
-from jdiloco.runtime.run_key import open_mailbox, refuse_other_key
+from jdiloco.runtime.run_key import open_mailbox, refuse_other_key, store_name
 from jdiloco.runtime.schema import Schema
 from jdiloco.runtime.verify.chain import Made, Walk
 from jdiloco.runtime.verify.lives import Claims, Lives
@@ -109,7 +109,7 @@ def _unreadable(store: Store, what: str) -> Report:
         url=store.url,
         run="",
         rounds=(),
-        findings=(Finding(MANIFEST, what, LOST),),
+        findings=(Finding(store_name(store, MANIFEST), what, LOST),),
         remarks=(Remark(MANIFEST, "tells how to read all else: nothing else was checked"),),
         objects=1,
         bytes=0,
@@ -178,8 +178,9 @@ class _Verification:
         self._check_names()
         later = self._follow()
         self._check_end()
-        self._check_signatures()
         reader.judge_absent(self._walk)
+        reader.name_as_stored()
+        self._check_signatures()
         return Report(
             url=reader.store.url,
             run=self._keys.run,
