@@ -21,6 +21,7 @@ class Inbox:
     def __init__(self, messages: queue.SimpleQueue[ToLearner]) -> None:
         self._messages = messages
         self.pace: float | None = None  # Seconds of a usual step, as far as it is known.
+        self.counted: tuple[int, int] = (0, 0)  # Steps, and samples since the learner last looked.
 
     @property
     def news(self) -> bool:

@@ -228,6 +228,7 @@ class Learner:
             self._tell("training")
             return params
         self._state = dataclasses.replace(self._state, last_call=steps)
+        self._inbox.counted = (self.steps, self._samples)
         params = self._take(params, self._inbox.arrived())
         self._settle_steps()
         self._state, effects = machine.trained(self._state, steps=0, samples=0, last_call=steps)

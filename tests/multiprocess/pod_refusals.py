@@ -101,6 +101,14 @@ def main(folder: Path, port: str, process: int) -> None:
         assert s.position == 12
     assert len({digest(shard.data) for shard in s.params["w"].addressable_shards}) == 2
 
+    with (
+        refused("samples", ClosingFailed),
+        session(node_id="b", mailbox=folder / "unlike samples") as s,
+    ):
+        held = s.params
+        for _ in range(12):
+            held = s.step(held, samples=4 + process)
+
     # A module is trained in place, and a node that is a pod may move its parameters.
     auto = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))

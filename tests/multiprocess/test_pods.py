@@ -253,6 +253,7 @@ REFUSED = {
     "cut otherwise": "Processes 0 and 1 of this node were given different `shardings of params`",
     "unlike": "Processes 0 and 1 of this node were given different `leave_with_run`",
     "elsewhere": "Process 1 of this node has sent its share of the initial values",
+    "samples": "Processes 0 and 1 of this node have counted",
     "queue": "This node is a pod: it has no shared queue",
     "barrier": "This node is a pod",
     "save": "This node is a pod",

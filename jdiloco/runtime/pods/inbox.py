@@ -90,6 +90,7 @@ class Row(msgspec.Struct, frozen=True):
     gone: tuple[int, ...] = ()  # Rounds whose values have been replaced by newer ones.
     failed: str = ""  # Why this process cannot go on.
     spent: Spent = Spent()  # What it has asked of the store.
+    counted: tuple[int, int] = (0, 0)  # Steps trained, and samples of those since it last said so.
     order: Order | None = None
     word: Word | None = None
 
@@ -190,8 +191,10 @@ class SharedInbox(Inbox):
                 ready=tuple(r for r, values in self._values.items() if values is not None),
                 gone=tuple(r for r, values in self._values.items() if values is None),
                 order=order,
+                counted=self.counted,
             )
         )
+        self._check_counted(rows)
         heard = rows[0].order
         assert heard is not None, "the head gives an order each time"
         self._settle(rows)
@@ -230,6 +233,19 @@ class SharedInbox(Inbox):
         return max(1, int(min(seconds / max(self.pace, 1e-9), 2.0**20)))
 
     # Everybody's
+
+    def _check_counted(self, rows: list[Row]) -> None:
+        """Weights would be those of one process. All see the same rows, so all raise."""
+        mine = rows[0].counted
+        for index, row in enumerate(rows):
+            if row.counted != mine:
+                self._mind.broken = True
+                raise ClosingFailed(
+                    f"Processes 0 and {index} of this node have counted {mine[0]} and "
+                    f"{row.counted[0]} steps, and {mine[1]} and {row.counted[1]} samples in the "
+                    "newest of them. Every process of a pod calls `session.step` at the same steps "
+                    "with the same `samples`, the rows of all of them together."
+                )
 
     def _settle(self, rows: list[Row]) -> None:
         self._ready = set.intersection(*({*row.ready, *row.gone} for row in rows))
