@@ -44,8 +44,11 @@ class Pace:
 
     @property
     def slack(self) -> float:
-        """What an undisturbed round takes at most on this machine, twice over."""
-        return 2 * max(after - before for before, after in pairwise(self._seen))
+        """What undisturbed rounds take at most on this machine, five of them.
+
+        A takeover is a claim, a close and a commit, by a process that may compile the close first.
+        """
+        return 5 * max(after - before for before, after in pairwise(self._seen))
 
 
 def kill(victim: Process) -> None:
@@ -69,7 +72,7 @@ def test_the_others_go_on_within_a_lease_when_one_is_killed(which, tmp_path):
         record = nodes.wait_for_round(round + 2)
         took = time.monotonic() - began
         nodes.stop()
-    assert took < LEASE + GRACE + FEW_POLLS + 2 * pace.slack, (took, pace.slack)
+    assert took < LEASE + GRACE + FEW_POLLS + pace.slack, (took, pace.slack)
     assert len(record.participants) == 2
     whole_run(tmp_path / "run" / "mailbox")
 

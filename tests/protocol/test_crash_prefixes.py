@@ -52,7 +52,7 @@ class Story:
 def creating(dies: Death, **settings) -> Scenario:
     """Another looks for the run while the first creates it."""
     plans = (
-        Plan(node="x", steps=6, deaths=(dies,)),
+        Plan(node="x", steps=12, deaths=(dies,)),
         Plan(node="y", steps=TO_THE_END, starts=0.1),
     )
     return scenario(*plans, **{**SHORT, **settings})
