@@ -169,13 +169,16 @@ def wait_until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 @contextlib.contextmanager
 def no_threads_left() -> Iterator[None]:
-    """No thread of the library outlives the block."""
+    """No thread of the library goes on after the block."""
     before = set(threading.enumerate())
     try:
         yield
     finally:
-        new = [t.name for t in threading.enumerate() if t not in before]
-        left = [name for name in new if name.startswith("jdiloco")]
+        new = [t for t in threading.enumerate() if t not in before]
+        ours = [thread for thread in new if thread.name.startswith("jdiloco")]
+        for thread in ours:
+            thread.join(PATIENCE)  # Who fails or is stopped waits two seconds for it.
+        left = [thread.name for thread in ours if thread.is_alive()]
         assert not left, f"left behind: {left}"
 
 
