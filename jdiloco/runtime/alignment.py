@@ -41,7 +41,7 @@ def is_finite(leaves: Sequence[Any], since: Leaves) -> bool:
 
     Leaves that were donated cannot be told, and count as not finite.
     """
-    arrays = _arrays(leaves)
+    arrays = on_device(leaves)
     if any(array.is_deleted() for array in arrays):
         return False
     then = tuple(moved(a, like) for a, like in zip(since, arrays, strict=True))
@@ -61,14 +61,14 @@ def prepare(setting: Alignment, leaves: Sequence[Any], anchors: Leaves) -> None:
             jax.block_until_ready(aligned(Carry(), leaves, since, anchors))
 
 
-def _arrays(leaves: Sequence[Any]) -> Leaves:
+def on_device(leaves: Sequence[Any]) -> Leaves:
     """A NumPy array goes over by itself: handed to a jitted call it would be moved implicitly."""
     return tuple(x if isinstance(x, jax.Array) else jax.device_put(x) for x in leaves)
 
 
 def _apart(kernel: Callable[..., Any], leaves: Sequence[Any], *others: Leaves) -> Leaves:
     """A kernel's results for committed and for uncommitted leaves, placed as these are."""
-    arrays = _arrays(leaves)
+    arrays = on_device(leaves)
     made = list(arrays)
     for committed in (False, True):
         chosen = [i for i, array in enumerate(arrays) if array.committed == committed]

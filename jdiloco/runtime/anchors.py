@@ -54,7 +54,7 @@ class Anchors:
 
     def prepare(self, params: Any, index: int) -> None:
         """Compiles what publishing and aligning a fragment will need."""
-        leaves = tuple(map(_on_device, self._get(params, index)))
+        leaves = alignment.on_device(self._get(params, index))
         jax.block_until_ready(_subtracted(self.of[index], leaves, dtype=self._dtype))
         alignment.prepare(self._setting, leaves, self.of[index])
 
@@ -87,7 +87,7 @@ class Anchors:
 
     def delta(self, params: Any, index: int) -> Leaves:
         """What a fragment has moved since its anchor, on its way to the host."""
-        leaves = tuple(map(_on_device, self._get(params, index)))
+        leaves = alignment.on_device(self._get(params, index))
         delta = _subtracted(self._near(index, leaves), leaves, dtype=self._dtype)
         self._backend.start_for_host(delta)
         if needs_snapshot(self._setting):
@@ -134,8 +134,3 @@ def _subtracted(anchors: Leaves, leaves: Leaves, *, dtype: str | None) -> Leaves
     """The deltas of a fragment, on the device, wherever anchors and parameters are kept."""
     pairs = zip(map(computable, anchors), map(computable, leaves), strict=True)
     return tuple(subtracted(anchor, leaf, dtype) for anchor, leaf in pairs)
-
-
-def _on_device(leaf: Any) -> jax.Array:
-    """A NumPy array goes over by itself: handed to a jitted call it would be moved implicitly."""
-    return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
