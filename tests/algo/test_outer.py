@@ -302,6 +302,16 @@ def test_weights_are_one_number_for_each_contribution(weights):
         tx.update(D, tx.init(P), P, weights=weights)
 
 
+@pytest.mark.parametrize("weight", [3e38, 1e-39])
+def test_weights_whose_sum_leaves_float32_merge_nothing_and_say_so(weight):
+    """Sums to infinity, or of subnormal numbers: no row takes part, and the round is void."""
+    tx = merge_deltas(MEAN)
+    deltas = {"w": jnp.ones((2, 3))}
+    merged, state = tx.update(deltas, tx.init({"w": jnp.ones(3)}), weights=[weight, weight])
+    assert int(state.turnout.merged) == 0
+    assert not np.asarray(merged["w"]).any()
+
+
 def test_weights_are_required():
     tx = diloco_outer()
     with pytest.raises(UsageError, match=r"got None. Pass `update\(deltas"):
